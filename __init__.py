@@ -1,0 +1,109 @@
+"""purestep: DeepSeek-V4 decode as pure functions over immutable values.
+
+```python
+import purestep as ps
+
+model = ps.load_model("tiny")
+state = ps.init_state(model, ps.Capacity(requests=2, tokens=4096, context=1024))
+state, a = ps.open_request(state, ps.SamplingParams(max_new_tokens=64))
+state, out = ps.extend_step(model, state, {a: prompt_ids})
+state, out = ps.decode_step(model, state)
+```
+
+A step takes the whole state and returns the whole next state; the state given stays what it was.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+from .model.forward import forward as forward
+from .model.forward import layer_step as layer_step
+from .model.loading import load_model as load_model
+from .model.model import Model as Model
+from .model.sequence import forward_sequence as forward_sequence
+from .state import invariants as invariants
+from .state.batch import ForwardBatch as ForwardBatch
+from .state.batch import MHCState as MHCState
+from .state.batch import ScheduleBatch as ScheduleBatch
+from .state.batch import StepOutput as StepOutput
+from .state.capacity import Capacity as Capacity
+from .state.config import Config as Config
+from .state.decode import DecodeState as DecodeState
+from .state.errors import CapacityError as CapacityError
+from .state.errors import CheckpointError as CheckpointError
+from .state.errors import ConfigError as ConfigError
+from .state.errors import DtypeError as DtypeError
+from .state.errors import PurestepError as PurestepError
+from .state.errors import RequestError as RequestError
+from .state.errors import ShapeError as ShapeError
+from .state.errors import StateBusyError as StateBusyError
+from .state.kv import KVState as KVState
+from .state.numerics import Numerics as Numerics
+from .state.parallel import Parallel as Parallel
+from .state.sampling import SamplingParams as SamplingParams
+from .state.sampling import SamplingState as SamplingState
+from .step.commit import commit as commit
+from .step.decode import decode_step as decode_step
+from .step.extend import extend_step as extend_step
+from .step.forward_batch import forward_batch as forward_batch
+from .step.generate import generate as generate
+from .step.prepare import prepare_decode as prepare_decode
+from .step.prepare import prepare_extend as prepare_extend
+from .step.relay import relay as relay
+from .step.requests import close_request as close_request
+from .step.requests import fork_request as fork_request
+from .step.requests import init_state as init_state
+from .step.requests import open_request as open_request
+from .step.sample import sample as sample
+
+__all__ = [
+    "Capacity",
+    "CapacityError",
+    "CheckpointError",
+    "Config",
+    "ConfigError",
+    "DecodeState",
+    "DtypeError",
+    "ForwardBatch",
+    "KVState",
+    "MHCState",
+    "Model",
+    "Numerics",
+    "Parallel",
+    "PurestepError",
+    "RequestError",
+    "SamplingParams",
+    "SamplingState",
+    "ScheduleBatch",
+    "ShapeError",
+    "StateBusyError",
+    "StepOutput",
+    "close_request",
+    "commit",
+    "decode_step",
+    "extend_step",
+    "fork_request",
+    "forward",
+    "forward_batch",
+    "forward_sequence",
+    "generate",
+    "init_state",
+    "invariants",
+    "layer_step",
+    "load_model",
+    "open_request",
+    "prepare_decode",
+    "prepare_extend",
+    "relay",
+    "sample",
+    "strategies",
+]
+
+
+def __getattr__(name: str) -> ModuleType:
+    # Strategies need hypothesis, which only the test extra installs.
+    if name == "strategies":
+        return import_module(".step.strategies", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,95 @@
+"""One layer around its attention: mHC, norms, mixture of experts.
+
+Source: DeepSeek-V4 ``inference/model.py``, ``Block`` and ``MoE``; model sheet 2.2, 2.10, 2.11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .model import Model
+from .params import LayerParams, MoEParams, StreamParams
+
+__all__ = ["head_logits", "layer", "mixture"]
+
+
+def _around(
+    model: Model, p: StreamParams, norm: Tensor, streams: Tensor, sublayer: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Run ``sublayer`` inside one mHC."""
+    ops, config = model.ops, model.config
+    pre, post, comb = ops.mix_weights(
+        streams,
+        p.fn,
+        p.base,
+        p.scale,
+        n_iters=config.hc_sinkhorn_iters,
+        eps=config.hc_eps,
+        norm_eps=config.rms_norm_eps,
+    )
+    x = ops.rms_norm(ops.join_streams(streams, pre), norm, config.rms_norm_eps)
+    return ops.update_streams(streams, sublayer(x), post, comb)
+
+
+def mixture(model: Model, p: MoEParams, x: Tensor, token_ids: Tensor) -> Tensor:
+    """Run the mixture of experts.
+
+    Args:
+        model: the model.
+        p: weights of the sublayer.
+        x: float[...,T,H]. Normed sublayer input.
+        token_ids: i64[...,T]. What hash layers route by.
+    Returns:
+        float[...,T,H].
+    Rounding: routed sum and shared expert added in f32, then one rounding.
+    """
+    ops, config = model.ops, model.config
+    logits = ops.linear(x.float(), p.gate.float())
+    if p.tid2eid is not None:
+        chosen = p.tid2eid.index_select(0, token_ids.flatten()).unflatten(0, token_ids.shape)
+        ids, weights = ops.route_hash(logits, chosen, config.routed_scaling_factor)
+    else:
+        ids, weights = ops.route_scored(logits, p.bias, config.num_experts_per_tok, config.routed_scaling_factor)
+    routed = ops.experts(x, ids, weights, p.w13, p.w2, config.swiglu_limit)
+    limit = config.swiglu_limit if model.numerics.clamp_shared_expert else None
+    shared = ops.expert(x, p.shared_w13, p.shared_w2, limit)
+    return (routed + shared.float()).to(x.dtype)
+
+
+def layer(
+    model: Model, p: LayerParams, streams: Tensor, token_ids: Tensor, attention: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Run one layer on the residual streams.
+
+    Args:
+        model: the model.
+        p: weights of the layer.
+        streams: float[...,T,M,H].
+        token_ids: i64[...,T].
+        attention: float[...,T,H] -> float[...,T,H]; where the cached and the cache-free path differ.
+    Returns:
+        float[...,T,M,H].
+    """
+    streams = _around(model, p.hc_attn, p.attn_norm, streams, attention)
+    return _around(model, p.hc_ffn, p.ffn_norm, streams, lambda x: mixture(model, p.ffn, x, token_ids))
+
+
+def head_logits(model: Model, streams: Tensor) -> Tensor:
+    """Compute logits from the final streams.
+
+    Args:
+        model: the model.
+        streams: float[...,T,M,H].
+    Returns:
+        f32[...,T,V].
+    Rounding: f32 product of the rounded hidden row and head.
+    """
+    p, config, ops = model.params, model.config, model.ops
+    weights = ops.head_weights(
+        streams, p.hc_head.fn, p.hc_head.base, p.hc_head.scale, eps=config.hc_eps, norm_eps=config.rms_norm_eps
+    )
+    hidden = ops.rms_norm(ops.join_streams(streams, weights), p.norm, config.rms_norm_eps)
+    return ops.linear(hidden.float(), p.head.float()).to(torch.float32)

@@ -1,0 +1,68 @@
+"""``Params`` as a flat mapping from paths to tensors, and back.
+
+A path is the way to a field, ``layers.3.attn.wq_a``; fields that a layer does not have (None) have no path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import attrs
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .params import AttentionParams, CompressorParams, IndexerParams, LayerParams, MoEParams, Params, StreamParams
+
+__all__ = ["leaves_from_params", "params_from_leaves"]
+
+_CLASSES: Final[Mapping[str, type[Any]]] = {
+    "hc_head": StreamParams,
+    "hc_attn": StreamParams,
+    "hc_ffn": StreamParams,
+    "attn": AttentionParams,
+    "compressor": CompressorParams,
+    "indexer": IndexerParams,
+    "ffn": MoEParams,
+}
+"""The class of every field that is not a tensor; the layers are treated apart."""
+
+
+def leaves_from_params(params: Params) -> dict[str, Tensor]:
+    """List the tensors of ``params`` by path."""
+    found, _ = pytree.tree_flatten_with_path(params)
+    return {".".join(_word(key) for key in path): leaf for path, leaf in found if leaf is not None}
+
+
+def params_from_leaves(leaves: Mapping[str, Tensor]) -> Params:
+    """Build ``Params`` from its tensors by path; a path that is not there becomes None.
+
+    Args:
+        leaves: one tensor for every path of ``layout.leaf_shapes``.
+    Returns:
+        The weights. They share storage with ``leaves``.
+    """
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *parents, name = path.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = leaf
+    layers = tree.pop("layers", {})
+    in_order = sorted(layers.items(), key=lambda item: int(item[0]))
+    built: Params = _build(Params, tree, layers=tuple(_build(LayerParams, node) for _, node in in_order))
+    return built
+
+
+def _build(cls: type[Any], tree: Mapping[str, Any], **given: Any) -> Any:
+    fields = [field.name for field in attrs.fields(cls) if field.name not in given]
+    values = {
+        name: _build(_CLASSES[name], tree[name]) if isinstance(tree.get(name), dict) else tree.get(name)
+        for name in fields
+    }
+    return cls(**values, **given)
+
+
+def _word(key: Any) -> str:
+    return str(key.idx) if isinstance(key, pytree.SequenceKey) else str(key.name)

@@ -1,0 +1,133 @@
+"""From a folder to a model: checkpoint, numeric choices, kernel table, tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+from typing import Final
+
+import attrs
+import tokenizers
+import torch
+
+from ..ops.dispatch import Ops, kernel_table
+from ..state.config import Config
+from ..state.errors import CheckpointError, ConfigError
+from ..state.numerics import Numerics
+from ..state.parallel import Parallel
+from .checkpoint import read_checkpoint
+from .model import Model
+from .params import CompressorParams, LayerParams, Params
+
+__all__ = ["build_model", "load_model", "model_folder"]
+
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Dtypes that activations and caches may have, by name."""
+
+EMBEDDED: Final = "tiny"
+"""The name of the checkpoint that comes with the package."""
+
+
+def model_folder(path: str | PathLike[str]) -> Path:
+    """Return the folder of a checkpoint; "tiny" is the embedded one unless such a folder exists."""
+    folder = Path(path)
+    return Path(__file__).parent / EMBEDDED if str(path) == EMBEDDED and not folder.is_dir() else folder
+
+
+def load_model(
+    path: str | PathLike[str],
+    *,
+    dtype: str | torch.dtype | None = None,
+    numerics: Numerics | None = None,
+    kernels: str | None = None,
+    chip: str | None = None,
+    parallel: Parallel | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Model:
+    """Load a DeepSeek-V4 checkpoint.
+
+    Args:
+        path: "tiny", or a folder with ``config.json``, ``*.safetensors`` and perhaps ``tokenizer.json``.
+        dtype: "float32" or "bfloat16"; default the checkpoint's own.
+        numerics: default ``Numerics.plain()`` in float32 and ``Numerics.official()`` in bfloat16.
+        kernels: "reference" or "fused"; default the fastest that the device and the numerics have.
+        chip: generation of an Ascend device; only with Ascend kernels.
+        parallel: default one rank.
+        progress: called as (tensors read, tensors in all, name) while loading.
+    Returns:
+        The model.
+    Raises:
+        CheckpointError: parts are missing, damaged or of another model.
+        ConfigError: a setting that this version cannot honour.
+    """
+    parallel = parallel or Parallel()
+    chosen = None if dtype is None else _dtype(dtype)
+    folder = model_folder(path)
+    config, params = read_checkpoint(folder, dtype=chosen, progress=progress)
+    tokenizer_file = folder / "tokenizer.json"
+    tokenizer = _read_tokenizer(tokenizer_file) if tokenizer_file.is_file() else None
+    model = build_model(config, params, dtype=chosen or _dtype(config.torch_dtype), numerics=numerics, kernels=kernels)
+    if chip is not None:
+        raise ConfigError(
+            f"chip: expected None with {model.ops.name!r} kernels, got {chip!r}", field="chip", expected=None, got=chip
+        )
+    return attrs.evolve(model, tokenizer=tokenizer)
+
+
+def build_model(
+    config: Config,
+    params: Params,
+    *,
+    dtype: torch.dtype = torch.float32,
+    numerics: Numerics | None = None,
+    kernels: str | None = None,
+) -> Model:
+    """Put a model together from weights in memory.
+
+    Args:
+        config: the numbers.
+        params: the weights, in ``dtype`` (f32 parts in f32).
+        dtype: of activations and caches.
+        numerics: default as in ``load_model``.
+        kernels: default as in ``load_model``.
+    """
+    if numerics is None:
+        numerics = Numerics.plain() if dtype is torch.float32 else Numerics.official()
+    ops: Ops = kernel_table(kernels, params.embed.device.type, invariant=numerics.invariant)
+    return Model(config=config, params=_widened(params), numerics=numerics, ops=ops, dtype=dtype)
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    found = dtype if isinstance(dtype, torch.dtype) else DTYPES.get(str(dtype).removeprefix("torch."))
+    if found not in DTYPES.values():
+        raise ConfigError(
+            f"dtype: expected one of {', '.join(DTYPES)}, got {dtype}", field="dtype", expected=tuple(DTYPES), got=dtype
+        )
+    return found
+
+
+def _read_tokenizer(file: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception for a damaged file
+        raise CheckpointError(
+            f"{file}: expected a tokenizer in Hugging Face's format, got: {error}", field=file.name
+        ) from error
+
+
+def _widened(params: Params) -> Params:
+    """Store in f32 what is computed in f32 whatever the model's dtype (router, compressor projections, head).
+
+    Every narrower value is an f32 value too, so nothing changes but the conversion at each step.
+    """
+
+    def compressor(p: CompressorParams | None) -> CompressorParams | None:
+        return p and attrs.evolve(p, wkv=p.wkv.float(), wgate=p.wgate.float())
+
+    def layer(p: LayerParams) -> LayerParams:
+        indexer = p.attn.indexer and attrs.evolve(p.attn.indexer, compressor=compressor(p.attn.indexer.compressor))
+        attn = attrs.evolve(p.attn, compressor=compressor(p.attn.compressor), indexer=indexer)
+        return attrs.evolve(p, attn=attn, ffn=attrs.evolve(p.ffn, gate=p.ffn.gate.float()))
+
+    return attrs.evolve(params, layers=tuple(layer(p) for p in params.layers), head=params.head.float())

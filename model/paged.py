@@ -1,0 +1,295 @@
+"""Attention of one layer over the paged caches: write the new state, then read the history including it.
+
+Functions here take raw buffers and index tensors and write the buffers in place; the persistent handles stay outside
+(``model/forward.py``). What is written is exactly ``write_rows``.
+
+Source: DeepSeek-V4 ``inference/model.py`` (``Attention.forward``), SGLang 0.5.23
+``hardware_backend/npu/attention/ascend_dsv4_backend.py``; model sheet 2.5-2.9, decode-path sheet 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..ops.rotary import rotary_factors
+from ..state.batch import AttentionMetadata, ChunkMetadata, CompressorMetadata, ForwardBatch, SingleMetadata
+from ..state.capacity import C4_RATIO, C128_PAGE, C128_RATIO
+from ..state.kv import KVLayout
+from .attention import (
+    compressor_inputs,
+    finish_entries,
+    index_query,
+    index_weights,
+    project_kv,
+    project_output,
+    project_query,
+)
+from .model import Model
+from .params import AttentionParams, CompressorParams
+
+__all__ = ["Rotations", "paged_attention", "rotations", "write_rows"]
+
+SCORE_BUDGET: Final = 1 << 24
+"""Largest number of scores held at once while a chunk attends; query rows are tiled to stay below it."""
+
+Rotations = Mapping[tuple[int, str], Tensor]
+"""(ratio, "tokens" or "entries") -> complex64[T or C,R/2]."""
+
+
+def rotations(model: Model, batch: ForwardBatch) -> Rotations:
+    """Compute the rotary factors of one forward, shared by all layers of a kind."""
+    found: dict[tuple[int, str], Tensor] = {}
+    for ratio, frequencies in model.frequencies.items():
+        if ratio == C128_RATIO and (C4_RATIO, "tokens") in found:
+            found[ratio, "tokens"] = found[C4_RATIO, "tokens"]
+        else:
+            found[ratio, "tokens"] = rotary_factors(batch.positions, frequencies)
+        if ratio:
+            found[ratio, "entries"] = rotary_factors(batch.metadata.compressors[ratio].first_pos, frequencies)
+    return found
+
+
+def write_rows(layout: KVLayout, metadata: AttentionMetadata, layers: range) -> dict[str, Tensor]:
+    """List every buffer row that a forward of ``layers`` writes.
+
+    Args:
+        layout: of the caches.
+        metadata: of the step.
+        layers: which layers run.
+    Returns:
+        Buffer name -> i64[S] rows.
+    """
+    slots = {"swa": metadata.swa_loc}
+    if C4_RATIO in metadata.compressors:
+        c4 = metadata.compressors[C4_RATIO]
+        slots |= {"c4": c4.out_loc, "index": c4.out_loc, "c4_state": c4.state_loc, "index_state": c4.state_loc}
+    if C128_RATIO in metadata.compressors:
+        c128 = metadata.compressors[C128_RATIO]
+        slots |= {"c128": c128.out_loc, "c128_state": c128.state_loc}
+    rows = {}
+    for name, loc in slots.items():
+        places = [layout.place(name, i) for i in layers if name in layout.buffers_of(i)]
+        if places and loc.numel():
+            first = torch.tensor(places, device=loc.device) * layout.n_slots(name)
+            rows[name] = (first.unsqueeze(-1) + loc).flatten()
+    return rows
+
+
+def paged_attention(
+    model: Model,
+    layer: int,
+    p: AttentionParams,
+    x: Tensor,
+    buffers: Mapping[str, Tensor],
+    layout: KVLayout,
+    batch: ForwardBatch,
+    factors: Rotations,
+) -> Tensor:
+    """Run the attention sublayer of one layer on the tokens of a step.
+
+    Args:
+        model: the model.
+        layer: index of the layer.
+        p: its attention weights.
+        x: float[T,H]. Normed sublayer input.
+        buffers: cache buffers; the layer's rows of ``write_rows`` are written.
+        layout: of the caches.
+        batch: the step.
+        factors: of ``rotations``.
+    Returns:
+        float[T,H].
+    """
+    ratio, meta = layout.kinds[layer], batch.metadata
+    view = {name: _view(buffers, layout, name, layer) for name in layout.buffers_of(layer)}
+    turn = factors[ratio, "tokens"]
+    q, low = project_query(model, p, x, turn)
+    view["swa"].index_copy_(0, meta.swa_loc, project_kv(model, p, x, turn))
+    index: tuple[Tensor, Tensor] | None = None
+    if ratio:
+        assert p.compressor is not None, "a layer with a ratio has a compressor: the loader checks it"
+        name = "c4" if ratio == C4_RATIO else "c128"
+        turn_entries, plan = factors[ratio, "entries"], meta.compressors[ratio]
+        _compress(model, p.compressor, x, view[name], view[f"{name}_state"], plan, turn_entries, index_key=False)
+    if ratio == C4_RATIO:
+        assert p.indexer is not None, "a ratio-4 layer has an indexer: the loader checks it"
+        compressor = p.indexer.compressor
+        _compress(model, compressor, x, view["index"], view["index_state"], plan, turn_entries, index_key=True)
+        if _longest(meta) // C4_RATIO > model.config.index_topk:
+            index = index_query(model, p.indexer, low, turn), index_weights(model, p.indexer, x)
+    c4_page = layout.sizes.c4_page
+    parts = [] if meta.singles is None else [_attend_singles(model, p, q, index, view, ratio, c4_page, meta.singles)]
+    parts += [_attend_chunk(model, p, q, index, view, ratio, chunk) for chunk in meta.chunks]
+    o = parts[0] if len(parts) == 1 else torch.cat(parts).index_select(0, _token_order(meta, x.device))
+    return project_output(model, p, o, turn)
+
+
+def _view(buffers: Mapping[str, Tensor], layout: KVLayout, name: str, layer: int) -> Tensor:
+    n_slots = layout.n_slots(name)
+    return buffers[name].narrow(0, layout.place(name, layer) * n_slots, n_slots)
+
+
+def _longest(meta: AttentionMetadata) -> int:
+    """Return the largest visible length of the step, a host number."""
+    single = 0 if meta.singles is None else meta.singles.n_c4 * C4_RATIO
+    return max([single] + [chunk.seq_len for chunk in meta.chunks])
+
+
+def _token_order(meta: AttentionMetadata, device: torch.device) -> Tensor:
+    """Return where each token row lies in (single rows, chunks one after the other): i64[T]."""
+    rows = [] if meta.singles is None or meta.singles.rows is None else [meta.singles.rows]
+    for chunk in meta.chunks:
+        n_rows = chunk.seq_len - chunk.prefix_len
+        rows.append(torch.arange(chunk.start, chunk.start + n_rows, device=device))
+    return torch.cat(rows).argsort()
+
+
+def _compress(
+    model: Model,
+    p: CompressorParams,
+    x: Tensor,
+    entries: Tensor,
+    state: Tensor,
+    plan: CompressorMetadata,
+    factors: Tensor,
+    *,
+    index_key: bool,
+) -> None:
+    """Write the entries that close in this step and the state that outlives it."""
+    kv, scores = compressor_inputs(model, p, x, plan.phase)
+    current = torch.cat((kv, scores), dim=-1)
+    if plan.out_loc.shape[0]:
+        # The state is read before it is written: in a ring the oldest and the newest position share a row.
+        rows = torch.cat((state.index_select(0, plan.history), current))
+        members = rows.index_select(0, plan.members.flatten()).unflatten(0, plan.members.shape)
+        kv, scores = members.chunk(2, dim=-1)
+        if plan.members.shape[-1] != C128_RATIO:
+            kv, scores = _overlap(kv), _overlap(scores)
+        pooled = model.ops.pool_group(kv, scores)
+        entries.index_copy_(0, plan.out_loc, finish_entries(model, p, pooled, factors, index_key=index_key))
+    state.index_copy_(0, plan.state_loc, current.index_select(0, plan.keep))
+
+
+def _overlap(members: Tensor) -> Tensor:
+    """Take the a-halves of the earlier group and the b-halves of the later one: f32[C,8,2*D] -> f32[C,8,D]."""
+    half = members.shape[-1] // 2
+    return torch.cat((members[:, :C4_RATIO, :half], members[:, C4_RATIO:, half:]), dim=1)
+
+
+def _attend_singles(
+    model: Model,
+    p: AttentionParams,
+    q: Tensor,
+    index: tuple[Tensor, Tensor] | None,
+    view: Mapping[str, Tensor],
+    ratio: int,
+    c4_page: int,
+    meta: SingleMetadata,
+) -> Tensor:
+    """Attend from rows with one token, each over keys of its own: float[B,N,D]."""
+    if meta.rows is not None:
+        q = q.index_select(0, meta.rows)
+        index = index and (index[0].index_select(0, meta.rows), index[1].index_select(0, meta.rows))
+    mask = [meta.window_mask]
+    keys = [_gather(view["swa"], meta.window_loc, meta.window_mask)]
+    if ratio == C4_RATIO and meta.n_c4:
+        loc_c4, mask_c4 = _paged_loc(meta.c4_pages, c4_page, meta.n_c4, meta.c4_visible)
+        if index is not None and meta.n_c4 > model.config.index_topk:
+            stored = _gather(view["index"], loc_c4, mask_c4)
+            scores = model.ops.index_scores(
+                index[0].unsqueeze(1),
+                stored,
+                index[1].unsqueeze(1),
+                rounding=model.numerics.index_score_rounding,
+            )
+            picks = model.ops.pick_entries(scores.squeeze(1), meta.c4_visible, model.config.index_topk)
+            mask_c4 = picks >= 0
+            loc_c4 = loc_c4.gather(1, picks.clamp(min=0))
+        keys.append(_gather(view["c4"], loc_c4, mask_c4))
+        mask.append(mask_c4)
+    if ratio == C128_RATIO and meta.n_c128:
+        loc_c128, mask_c128 = _paged_loc(meta.c128_pages, C128_PAGE, meta.n_c128, meta.c128_visible)
+        keys.append(_gather(view["c128"], loc_c128, mask_c128))
+        mask.append(mask_c128)
+    o = model.ops.attend(
+        q.unsqueeze(1),
+        torch.cat(keys, dim=1),
+        torch.cat(mask, dim=1).unsqueeze(1),
+        p.attn_sink,
+        scale=model.config.head_dim**-0.5,
+        rounding=model.numerics.probability_rounding,
+    )
+    return o.squeeze(1)
+
+
+def _paged_loc(pages: Tensor, page_size: int, count: int, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn a page table into slots of entries 0..count-1 and the mask of the visible ones."""
+    offset = torch.arange(page_size, device=pages.device)
+    loc = (pages.unsqueeze(-1) * page_size + offset).flatten(1)[:, :count]
+    return loc, torch.arange(count, device=pages.device) < visible.unsqueeze(-1)
+
+
+def _gather(pool: Tensor, loc: Tensor, mask: Tensor) -> Tensor:
+    """Read pool rows; rows that the mask hides read as zero, whatever lies in the sink: float[B,X,D]."""
+    rows = pool.index_select(0, loc.flatten()).unflatten(0, loc.shape)
+    return rows.masked_fill_(~mask.unsqueeze(-1), 0)
+
+
+def _attend_chunk(
+    model: Model,
+    p: AttentionParams,
+    q: Tensor,
+    index: tuple[Tensor, Tensor] | None,
+    view: Mapping[str, Tensor],
+    ratio: int,
+    chunk: ChunkMetadata,
+) -> Tensor:
+    """Attend from the tokens of one request over keys that they share, in tiles of query rows: float[T,N,D]."""
+    n_rows = chunk.seq_len - chunk.prefix_len
+    window = view["swa"].index_select(0, chunk.window_loc)
+    entry_loc = chunk.c4_loc if ratio == C4_RATIO else chunk.c128_loc
+    n_entries = chunk.seq_len // ratio if ratio else 0
+    entries = view["c4" if ratio == C4_RATIO else "c128"].index_select(0, entry_loc) if n_entries else None
+    is_picking = index is not None and n_entries > model.config.index_topk
+    stored = view["index"].index_select(0, entry_loc) if is_picking else None
+    per_row = model.config.num_attention_heads * (model.config.sliding_window * 2 + n_entries)
+    per_row += model.config.index_n_heads * n_entries if is_picking else 0
+    step = max(1, min(n_rows, 2 * model.config.sliding_window, SCORE_BUDGET // per_row))
+    out = torch.empty_like(q[:n_rows])
+    for a in range(0, n_rows, step):
+        b = min(a + step, n_rows)
+        rows = slice(chunk.start + a, chunk.start + b)
+        position = torch.arange(chunk.prefix_len + a, chunk.prefix_len + b, device=q.device)
+        first = max(0, chunk.prefix_len + a - model.config.sliding_window + 1)
+        keys = window[first - chunk.window_start : chunk.prefix_len + b - chunk.window_start]
+        age = position.unsqueeze(-1) - torch.arange(first, chunk.prefix_len + b, device=q.device)
+        mask = (age >= 0) & (age < model.config.sliding_window)
+        n_seen = (chunk.prefix_len + b) // ratio if ratio else 0
+        if entries is not None and n_seen:
+            visible = (position + 1) // ratio
+            seen = torch.arange(n_seen, device=q.device) < visible.unsqueeze(-1)
+            if index is not None and stored is not None and n_seen > model.config.index_topk:
+                seen = _picked(model, index[0][rows], stored[:n_seen], index[1][rows], visible)
+            keys, mask = torch.cat((keys, entries[:n_seen])), torch.cat((mask, seen), dim=1)
+        out[a:b] = model.ops.attend(
+            q[rows],
+            keys,
+            mask,
+            p.attn_sink,
+            scale=model.config.head_dim**-0.5,
+            rounding=model.numerics.probability_rounding,
+        )
+    return out
+
+
+def _picked(model: Model, q: Tensor, keys: Tensor, weights: Tensor, visible: Tensor) -> Tensor:
+    """Let the indexer choose for the rows of one tile: bool[T,C]."""
+    scores = model.ops.index_scores(q, keys, weights, rounding=model.numerics.index_score_rounding)
+    picks = model.ops.pick_entries(scores, visible, model.config.index_topk)
+    # One extra column takes the -1 of missing picks.
+    n = keys.shape[0]
+    hit = torch.zeros((picks.shape[0], n + 1), dtype=torch.bool, device=q.device)
+    return hit.scatter_(1, torch.where(picks < 0, n, picks), True)[:, :n]

@@ -1,0 +1,44 @@
+"""Softmax attention of all query heads over one shared key/value head, with a sink.
+
+Key and value are the same vector, so scores and output are two matrix products over one operand.
+
+Source: DeepSeek-V4 ``inference/kernel.py``, ``sparse_attn``; model sheet 2.6.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["attend"]
+
+
+def attend(q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, *, scale: float, rounding: bool) -> Tensor:
+    """Attend from T queries over X keys that they share.
+
+    ``o = sum_m exp(s_m) k_m / (sum_m exp(s_m) + exp(sink))``, ``s = scale * <q, k>`` over the keys that the mask keeps.
+    Keys that one query owns alone (decode) are the case T = 1 with the rows as leading axes.
+
+    Args:
+        q: float[...,T,N,D].
+        keys: float[...,X,D].
+        mask: bool[...,T,X]. True keeps.
+        sink: f32[N]. Logit of the sink, not scaled.
+        scale: of the dot products.
+        rounding: round the unnormalised probabilities to the dtype of ``q`` before they meet the values.
+    Returns:
+        float[...,T,N,D] in the dtype of ``q``.
+    Rounding: f32 scores, sums and output; one rounding at the end.
+    """
+    n_heads = q.shape[-2]
+    wide = keys.float()
+    scores = (q.flatten(-3, -2).float() @ wide.transpose(-1, -2)).unflatten(-2, (-1, n_heads)) * scale
+    scores = torch.where(mask.unsqueeze(-2), scores, -torch.inf)
+    sink = sink.unsqueeze(-1)
+    top = torch.maximum(scores.amax(-1, keepdim=True), sink).detach()
+    weights = (scores - top).exp()
+    total = weights.sum(-1, keepdim=True) + (sink - top).exp()
+    if rounding:
+        weights = weights.to(q.dtype).float()
+    out = (weights.flatten(-3, -2) @ wide).unflatten(-2, (-1, n_heads))
+    return (out / total).to(q.dtype)

@@ -1,0 +1,124 @@
+"""The kernel table: which implementation each operator has, chosen once and carried in the model.
+
+Every operator is a function on plain tensors with one signature, whatever implements it; the plain version of each is
+named in ``REFERENCE``. Another table is ``attrs.evolve`` of it, so a fused or device kernel joins without a change in
+``model/``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import attrs
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..state.errors import ConfigError
+from . import attention, compressor, experts, fused, indexer, norms, quantize, rotary, router, streams
+
+__all__ = ["DIFFERENTIABLE", "FUSED", "REFERENCE", "Ops", "kernel_table"]
+
+Kernel = Callable[..., Tensor]
+Kernels2 = Callable[..., tuple[Tensor, Tensor]]
+Kernels3 = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Ops:
+    """One implementation of every operator; signatures are those of the reference functions of the same name."""
+
+    name: str
+    linear: Kernel
+    rms_norm: Kernel
+    normalize_query: Kernel
+    apply_rotary: Kernel
+    mix_weights: Kernels3
+    join_streams: Kernel
+    update_streams: Kernel
+    head_weights: Kernel
+    pool_group: Kernel
+    index_scores: Kernel
+    pick_entries: Kernel
+    attend: Kernel
+    route_scored: Kernels2
+    route_hash: Kernels2
+    experts: Kernel
+    expert: Kernel
+    hadamard: Kernel
+    round_fp8: Kernel
+    round_fp4: Kernel
+
+
+REFERENCE: Final = Ops(
+    name="reference",
+    linear=F.linear,
+    rms_norm=norms.rms_norm,
+    normalize_query=norms.normalize_query,
+    apply_rotary=rotary.apply_rotary,
+    mix_weights=streams.mix_weights,
+    join_streams=streams.join_streams,
+    update_streams=streams.update_streams,
+    head_weights=streams.head_weights,
+    pool_group=compressor.pool_group,
+    index_scores=indexer.index_scores,
+    pick_entries=indexer.pick_entries,
+    attend=attention.attend,
+    route_scored=router.route_scored,
+    route_hash=router.route_hash,
+    experts=experts.experts_sorted,
+    expert=experts.expert,
+    hadamard=quantize.hadamard,
+    round_fp8=quantize.round_fp8,
+    round_fp4=quantize.round_fp4,
+)
+"""One plain version of every operator."""
+
+DIFFERENTIABLE: Final = attrs.evolve(REFERENCE, name="differentiable", experts=experts.experts_dense)
+"""The same with static shapes everywhere, so that ``torch.func`` transforms go through."""
+
+FUSED: Final = attrs.evolve(
+    REFERENCE,
+    name="fused",
+    linear=fused.linear,
+    apply_rotary=fused.apply_rotary,
+    mix_weights=fused.mix_weights,
+    pick_entries=fused.pick_entries,
+    experts=fused.experts_sorted,
+    expert=fused.expert,
+)
+"""What runs on a CPU by default; equal to the reference within rounding."""
+
+INVARIANT: Final = attrs.evolve(REFERENCE, name="invariant")
+
+_TABLES: Final[Mapping[str, Ops]] = {"reference": REFERENCE, "fused": FUSED}
+
+
+def kernel_table(name: str | None, device: str, *, invariant: bool) -> Ops:
+    """Choose a kernel table.
+
+    Args:
+        name: "reference", "fused", or None for the fastest that fits.
+        device: device type of the weights.
+        invariant: whether rows must not depend on their company.
+    Returns:
+        The table.
+    Raises:
+        ConfigError: no such table, or one that cannot keep the promise.
+    """
+    if name is not None and name not in _TABLES:
+        names = ", ".join(_TABLES)
+        raise ConfigError(f"kernels: expected one of {names}, got {name!r}", field="kernels", expected=names, got=name)
+    if invariant:
+        if name == "fused":
+            raise ConfigError(
+                "kernels: fused kernels do not promise row-independent arithmetic; leave kernels out when "
+                "Numerics(invariant=True)",
+                field="kernels",
+                expected="reference",
+                got=name,
+            )
+        return INVARIANT
+    if name is None:
+        name = "fused" if device == "cpu" else "reference"
+    return _TABLES[name]

@@ -1,0 +1,114 @@
+"""Faster CPU versions of some operators, with the names and signatures of the plain ones.
+
+They compute the same values in other orders, within float rounding of the plain versions. None of them can be
+differentiated: they write into buffers of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .experts import gate_up, run_sorted
+from .indexer import masked_scores, padded_picks
+
+__all__ = ["apply_rotary", "expert", "experts_sorted", "linear", "mix_weights", "pick_entries"]
+
+THIN_ROWS: Final = 32
+"""Rows up to which oneDNN reads an f32 weight faster than the BLAS behind ``F.linear``; beyond, they are equal."""
+
+
+def linear(x: Tensor, w: Tensor) -> Tensor:
+    """Multiply rows by a weight, through oneDNN where few rows meet an f32 weight.
+
+    Args:
+        x: float[...,H].
+        w: float[F,H].
+    Returns:
+        float[...,F].
+    """
+    if x.dtype is torch.float32 and 0 < x.numel() <= THIN_ROWS * x.shape[-1]:
+        return torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
+    return F.linear(x, w)
+
+
+def expert(x: Tensor, w13: Tensor, w2: Tensor, limit: float | None) -> Tensor:
+    """Run one (shared) expert on every row; see ``experts.expert``."""
+    return linear(gate_up(linear(x, w13), limit).to(x.dtype), w2)
+
+
+def experts_sorted(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
+    """Run the experts that were hit, through oneDNN where they are thin; see ``experts.experts_sorted``."""
+    return torch.ops.purestep.experts_thin(x, ids, weights, w13, w2, limit)
+
+
+def _experts_thin(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
+    return run_sorted(x, ids, weights, w13, w2, limit, linear)
+
+
+_LIBRARY = torch.library.Library("purestep", "FRAGMENT")
+_LIBRARY.define("experts_thin(Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w2, float limit) -> Tensor")
+_LIBRARY.impl("experts_thin", _experts_thin, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "purestep::experts_thin", lambda x, ids, weights, w13, w2, limit: torch.empty_like(x, dtype=torch.float32)
+)
+
+
+def apply_rotary(x: Tensor, factors: Tensor) -> Tensor:
+    """Rotate the last R channels in one copy of ``x``; see ``rotary.apply_rotary``."""
+    rotary = 2 * factors.shape[-1]
+    if x.dtype is not torch.float32:
+        out = x.clone(memory_format=torch.contiguous_format)
+        tail = out.narrow(-1, x.shape[-1] - rotary, rotary)
+        turned = torch.view_as_complex(tail.float().unflatten(-1, (-1, 2))).mul_(factors)
+        tail.copy_(torch.view_as_real(turned).flatten(-2))
+        return out
+    out = x.clone(memory_format=torch.contiguous_format)
+    pairs = out.narrow(-1, x.shape[-1] - rotary, rotary).unflatten(-1, (-1, 2))
+    torch.view_as_complex(pairs).mul_(factors)
+    return out
+
+
+def _sinkhorn(logits: Tensor, n_iters: int, eps: float) -> Tensor:
+    # Token axis last and in place: every operation runs over contiguous vectors, and none allocates but the sums.
+    comb = logits.softmax(-1).add_(eps).permute(1, 2, 0).contiguous()
+    comb.div_(comb.sum(0, keepdim=True).add_(eps))
+    for _ in range(n_iters - 1):
+        comb.div_(comb.sum(1, keepdim=True).add_(eps))
+        comb.div_(comb.sum(0, keepdim=True).add_(eps))
+    return comb.permute(2, 0, 1)
+
+
+def mix_weights(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, n_iters: int, eps: float, norm_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the three mixes of one mHC with fewer, in-place operations; see ``streams.mix_weights``."""
+    n = streams.shape[-2]
+    flat = streams.flatten(1).float()
+    inverse = torch.linalg.vector_norm(flat, dim=-1, keepdim=True).square_().div_(flat.shape[-1]).add_(norm_eps).rsqrt_()
+    mixed = linear(flat, fn).mul_(inverse)
+    pre, post, comb = mixed.split((n, n, n * n), dim=-1)
+    base_pre, base_post, base_comb = base.split((n, n, n * n))
+    s_pre, s_post, s_comb = scale.unbind()
+    pre = torch.addcmul(base_pre, pre, s_pre).sigmoid_().add_(eps)
+    post = torch.addcmul(base_post, post, s_post).sigmoid_().mul_(2)
+    comb = torch.addcmul(base_comb, comb, s_comb).view(-1, n, n)
+    return pre, post, _sinkhorn(comb, n_iters, eps)
+
+
+def pick_entries(scores: Tensor, visible: Tensor, count: int) -> Tensor:
+    """Choose the best visible entries without sorting them all; see ``indexer.pick_entries``.
+
+    Score and index are packed into one integer whose order is that of (score, lower index first), so no two are equal
+    and ``topk`` has no tie to decide.
+    """
+    n = scores.shape[-1]
+    masked, index = masked_scores(scores, visible)
+    bits = (masked + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    keys = (ordered << 32) | (n - 1 - index)
+    order = n - 1 - (keys.topk(min(count, n), dim=-1).values & 0xFFFFFFFF)
+    return padded_picks(order, visible, count)

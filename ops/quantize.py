@@ -1,0 +1,79 @@
+"""Quantise-dequantise through FP8 and FP4, and the Walsh-Hadamard rotation that precedes the latter.
+
+Source: DeepSeek-V4 ``inference/kernel.py`` (``act_quant``, ``fp4_act_quant``, ``hadamard_transform``); model sheet 2.9, 2.12.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["hadamard", "round_fp4", "round_fp8"]
+
+FP8_MAX = 448.0
+FP8_FLOOR = 1e-4  # smallest group maximum of the official kernel
+FP4_MAX = 6.0
+FP4_FLOOR = 6.0 * 2.0**-126  # keeps the scale a normal number
+
+
+def _power_of_two_scale(amax: Tensor, limit: float) -> Tensor:
+    """Return ``2 ** ceil(log2(amax / limit))``, exact because it reads the exponent instead of a logarithm."""
+    mantissa, exponent = torch.frexp(amax / limit)
+    # frexp gives mantissa in [0.5, 1): exactly 0.5 is a power of two already.
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    return torch.ldexp(torch.ones_like(amax), exponent)
+
+
+def round_fp8(x: Tensor, group: int) -> Tensor:
+    """Round through e4m3 with one power-of-two scale per ``group`` channels.
+
+    Args:
+        x: float[...,D], D a multiple of ``group``.
+        group: channels that share a scale.
+    Returns:
+        float[...,D] in the dtype of ``x``.
+    """
+    grouped = x.float().unflatten(-1, (-1, group))
+    amax = grouped.abs().amax(-1, keepdim=True).clamp(min=FP8_FLOOR)
+    scale = _power_of_two_scale(amax, FP8_MAX)
+    codes = (grouped / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return (codes.float() * scale).flatten(-2).to(x.dtype)
+
+
+def round_fp4(x: Tensor, group: int) -> Tensor:
+    """Round through e2m1 with one power-of-two scale per ``group`` channels; ties go to the even code.
+
+    Args:
+        x: float[...,D], D a multiple of ``group``.
+        group: channels that share a scale.
+    Returns:
+        float[...,D] in the dtype of ``x``.
+    """
+    grouped = x.float().unflatten(-1, (-1, group))
+    amax = grouped.abs().amax(-1, keepdim=True).clamp(min=FP4_FLOOR)
+    scale = _power_of_two_scale(amax, FP4_MAX)
+    size = (grouped / scale).abs().clamp(max=FP4_MAX)
+    # The grid 0, .5, 1, 1.5, 2 | 2, 3, 4 | 4, 6 has steps .5, 1 and 2; round() takes ties to even multiples, which are
+    # the even codes on each piece.
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    codes = torch.round(size / step) * step
+    return (codes.copysign(grouped) * scale).flatten(-2).to(x.dtype)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Rotate the last axis by the Walsh-Hadamard matrix in natural order, scaled to be orthogonal.
+
+    Args:
+        x: float[...,J], J a power of two.
+    Returns:
+        float[...,J] in the dtype of ``x``.
+    Rounding: f32 inside, one rounding at the end.
+    """
+    width = x.shape[-1]
+    y = x.float()
+    half = 1
+    while half < width:
+        a, b = y.unflatten(-1, (-1, 2, half)).unbind(-2)
+        y = torch.stack((a + b, a - b), dim=-2).flatten(-3)
+        half *= 2
+    return (y * width**-0.5).to(x.dtype)

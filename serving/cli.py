@@ -1,0 +1,281 @@
+"""The command line: ``purestep generate``, ``purestep score``, ``purestep info``.
+
+Standard output carries what was asked for and nothing else; progress, statistics and complaints go to standard error.
+
+========= =====================================================================
+exit code meaning
+========= =====================================================================
+0         done
+1         it went wrong while running, or nobody reads the output any more
+2         something that cannot be done was asked for
+130       interrupted
+========= =====================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import time
+import warnings
+from collections.abc import Iterable
+from importlib.metadata import version
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import attrs
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from tokenizers.decoders import DecodeStream
+from typer.core import TyperGroup
+
+from ..model.checkpoint import CheckpointNote
+from ..model.loading import load_model, model_folder
+from ..model.model import Model
+from ..model.shards import CONFIG_FILE
+from ..state.errors import ConfigError, PurestepError, RequestError
+from ..state.sampling import SamplingParams
+from ..step.generate import generate_tokens, prompt_ids
+from .costs import cache_costs
+from .info import info_tables, pairs_table, show_bytes
+from .score import Score, score_text
+from .terminal import STDIN, decode_text, progress_bar, read_text, table_console, write_text
+
+__all__ = ["app", "main"]
+
+INTERRUPTED: Final = 130
+
+_USAGE_ERROR: Final[type[Exception]] = typer.BadParameter.__bases__[0]
+"""What every complaint about arguments is; typer does not export it."""
+
+
+class _Commands(TyperGroup):
+    """The commands, with every expected error as one message on standard error and an exit code."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        try:
+            code = super().main(*args, **extra | {"standalone_mode": False})
+        except _USAGE_ERROR as error:
+            code = _complain(_usage_message(error), 2)
+        except PurestepError as error:
+            code = _complain(str(error), 1 if isinstance(error, RuntimeError) else 2)
+        except (OSError, RuntimeError, MemoryError) as error:
+            code = _complain(f"{type(error).__name__}: {error}", 1)
+        if code == INTERRUPTED:
+            typer.echo(err=True)
+        sys.exit(code or 0)
+
+
+app = typer.Typer(
+    cls=_Commands,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="DeepSeek-V4 decode as pure functions over immutable values.",
+)
+
+ModelName = Annotated[str, typer.Option("--model", help='"tiny", or the folder of a checkpoint.')]
+Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16; default the checkpoint's own.")]
+Kernels = Annotated[str | None, typer.Option(help="reference or fused; default the fastest that fits.")]
+
+
+def main() -> None:
+    """Run the command that the arguments name."""
+    app()
+
+
+@app.callback(invoke_without_command=True)
+def start(
+    ctx: typer.Context, show_version: Annotated[bool, typer.Option("--version", help="Show it.")] = False
+) -> None:
+    """DeepSeek-V4 decode as pure functions over immutable values."""
+    if show_version:
+        typer.echo(f"purestep {version('purestep')}")
+        raise typer.Exit
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+
+
+@app.command()
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help='Text to continue; "-" or nothing: standard input, as it is.')
+    ] = None,
+    model: ModelName = "tiny",
+    dtype: Dtype = None,
+    kernels: Kernels = None,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Keep tokens from this share of the likeliest.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes repeated tokens less likely.")] = 1.0,
+    frequency_penalty: Annotated[float, typer.Option(help="Taken off once for each time it was said.")] = 0.0,
+    presence_penalty: Annotated[float, typer.Option(help="Taken off once if it was said.")] = 0.0,
+    stop_token_id: Annotated[list[int] | None, typer.Option(help="End after this token; may be repeated.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not end at a stop token.")] = False,
+    min_new_tokens: Annotated[int, typer.Option(help="Do not end before this many tokens.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(help="End after this many tokens.")] = 200,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same text; drawn when not given.")] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Show counts, speeds and the seed at the end.")] = False,
+    echo: Annotated[bool, typer.Option("--echo/--no-echo", help="Write the prompt first.")] = False,
+) -> None:
+    """Continue a text, writing it as it comes."""
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        stop_token_ids=tuple(stop_token_id or ()),
+        ignore_eos=ignore_eos,
+        min_new_tokens=min_new_tokens,
+        max_new_tokens=max_new_tokens,
+        seed=secrets.randbits(32) if seed is None else seed,
+    )
+    text = read_text(STDIN) if prompt in (None, STDIN) else decode_text("prompt", os.fsencode(str(prompt)))
+    loaded = _load(model, dtype, kernels)
+    ids = _prompt_ids(loaded, text)
+    if echo:
+        write_text(text)
+    rows = _stream(loaded, ids, params)
+    if sys.stdout.isatty():
+        typer.echo()
+    if stats:
+        Console(stderr=True).print(pairs_table("Statistics", [*rows, ("seed", str(params.seed))]))
+
+
+@app.command()
+def score(
+    files: Annotated[list[str], typer.Argument(help='Texts in UTF-8; "-" is standard input.')],
+    model: ModelName = "tiny",
+    dtype: Dtype = None,
+    kernels: Kernels = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens in a window; default 1024, or all of the model's.")
+    ] = None,
+    stride: Annotated[int | None, typer.Option(help="Tokens from window to window; default half a window.")] = None,
+    batch: Annotated[int, typer.Option(help="Windows that run together.")] = 4,
+    by_token: Annotated[
+        bool, typer.Option("--by-token", help="Decode token by token instead of chunk by chunk.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Write a line of JSON after the table.")] = False,
+) -> None:
+    """Measure how many bits a byte of text costs under the model, through the caches that decode uses."""
+    texts = [(name, read_text(name)) for name in files]
+    loaded = _load(model, dtype, kernels)
+    context = min(1024, loaded.config.max_position_embeddings) if context is None else context
+    stride = max(1, context // 2) if stride is None else stride
+    scores = []
+    for name, text in texts:
+        with progress_bar(name) as report:
+            scores.append(
+                score_text(
+                    loaded, text, context=context, stride=stride, batch=batch, by_token=by_token, progress=report
+                )
+            )
+    total = sum(scores, Score(0, 0, 0.0))
+    table_console().print(_score_table([*zip(files, scores, strict=True), *[("total", total)][: len(files) - 1]]))
+    if as_json:
+        found = {"model": model, "context": context, "stride": stride, "total": _score_fields(total)}
+        found["files"] = [{"file": name, **_score_fields(one)} for name, one in zip(files, scores, strict=True)]
+        typer.echo(json.dumps(found))
+
+
+@app.command()
+def info(
+    model: Annotated[str, typer.Argument(help='"tiny", or a folder with a config.json.')] = "tiny",
+    context: Annotated[int | None, typer.Option(help="Tokens a request; default 4096, or all of the model's.")] = None,
+    requests: Annotated[int, typer.Option(help="Requests that a state has room for.")] = 1,
+) -> None:
+    """Show a model's configuration, layers, parameters and cache sizes."""
+    for table in info_tables(_folder(model), context=context, requests=requests):
+        table_console().print(table)
+
+
+def _stream(model: Model, ids: list[int], params: SamplingParams) -> list[tuple[str, str]]:
+    """Write a continuation as it comes; return what is to be said about the run."""
+    decoder = DecodeStream(skip_special_tokens=True)
+    began = time.perf_counter()
+    with progress_bar("prompt") as report:
+        outputs = generate_tokens(model, ids, params, progress=report)
+        first = next(outputs)
+    prefilled = time.perf_counter()
+    n_new, finished = 0, first.finished
+    for out in chain((first,), outputs):
+        write_text(decoder.step(model.tokenizer, out.next_token_ids[0]) or "")
+        n_new, finished = n_new + 1, out.finished
+    ended = time.perf_counter()
+    # The token sampled last is not fed any more.
+    n_fed = len(ids) + n_new - 1
+    cache = sum(cost.fixed + cost.per_token * n_fed for cost in cache_costs(model.config, model.dtype).values())
+    return [
+        ("prompt tokens", f"{len(ids):,}"),
+        ("prefill tokens/s", f"{len(ids) / (prefilled - began):,.1f}"),
+        ("new tokens", f"{n_new:,}"),
+        ("decode tokens/s", f"{(n_new - 1) / (ended - prefilled):,.1f}" if n_new > 1 else "-"),
+        ("finish reason", finished[first.request_ids[0]]),
+        (f"cache bytes of {n_fed:,} tokens", show_bytes(cache)),
+    ]
+
+
+def _load(name: str, dtype: str | None, kernels: str | None) -> Model:
+    _folder(name)
+    with warnings.catch_warnings(record=True) as notes, progress_bar("loading") as report:
+        warnings.simplefilter("always", CheckpointNote)
+        model = load_model(name, dtype=dtype, kernels=kernels, progress=report)
+    for note in notes:
+        typer.echo(f"note: {note.message}", err=True)
+    return model
+
+
+def _folder(name: str) -> Path:
+    folder = model_folder(name)
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f'model: expected "tiny" or a folder with a {CONFIG_FILE}, got {name!r}, which has none', field="model"
+        )
+    return folder
+
+
+def _prompt_ids(model: Model, text: str) -> list[int]:
+    ids, most = prompt_ids(model, text), model.config.max_position_embeddings
+    if len(ids) > most:
+        raise RequestError(
+            f"prompt: expected at most the model's {most} positions, got {len(ids)} tokens; shorten it",
+            field="prompt",
+            expected=f"<= {most} tokens",
+            got=len(ids),
+        )
+    return ids
+
+
+def _score_table(rows: Iterable[tuple[str, Score]]) -> Table:
+    table = Table("file")
+    for column in ("bytes", "tokens", "bits per byte", "bits per token", "perplexity"):
+        table.add_column(column, justify="right")
+    for name, one in rows:
+        fields = (f"{one.n_bytes:,}", f"{one.n_tokens:,}", f"{one.bits_per_byte:.4f}", f"{one.bits_per_token:.4f}")
+        table.add_row(escape(name), *fields, f"{one.perplexity:.4f}")
+    return table
+
+
+def _score_fields(one: Score) -> dict[str, Any]:
+    derived = ("bits_per_byte", "bits_per_token", "perplexity")
+    return {**attrs.asdict(one), **{name: getattr(one, name) for name in derived}}
+
+
+def _usage_message(error: Any) -> str:
+    """Put a complaint about arguments into one line, with the command whose help explains them."""
+    command = error.ctx.command_path if error.ctx else "purestep"
+    return f"{' '.join(error.format_message().split()).rstrip('.')}; see '{command} --help'"
+
+
+def _complain(message: str, code: int) -> int:
+    typer.echo(message, err=True)
+    return code

@@ -1,0 +1,163 @@
+"""The cache contents of all layers behind one persistent handle.
+
+=========== ==================== ==================================================================================
+buffer      shape token          content
+=========== ==================== ==================================================================================
+swa         float[L*S,D]         window entries of every layer, by window slot
+c4          float[L*S,D]         compressed entries of ratio-4 layers, by full slot div 4
+index       float[L*S,J]         index keys of ratio-4 layers, by full slot div 4
+c128        float[L*S,D]         compressed entries of ratio-128 layers, by C128 slot
+c4_state    f32[L*S,4*D]         pooling state: ring of 8 rows per window page, values then scores (halves a, b each)
+index_state f32[L*S,4*J]         the same for the index keys
+c128_state  f32[L*S,2*D]         pooling state: ring of 128 rows per request row
+=========== ==================== ==================================================================================
+
+Rows are layer-major; row (layer, slot) is ``layer * slots + slot``, the layer counted within its kind. The last slot of
+a state buffer is the dummy: value 0, score -inf.
+
+Source: SGLang 0.5.23 ``mem_cache/deepseek_v4_memory_pool.py``, ``deepseek_v4_compress_state.py`` (what exists);
+decode-path sheet 4.1, 4.5.
+"""
+
+from __future__ import annotations
+
+from math import lcm
+from typing import Final
+
+import attrs
+import torch
+
+from .capacity import C4_RATIO, C128_PAGE, C128_RATIO, PoolSizes
+from .config import Config
+from .handles import Handle, create_handle
+from .values import value
+
+__all__ = ["C4_RING", "C128_RING", "KVLayout", "KVState", "init_kv"]
+
+C4_RING: Final = 8
+"""State rows per window page: the group being filled and the one before it."""
+
+C128_RING: Final = 128
+"""State rows per request: the group being filled."""
+
+
+def _state_rows(size: int, ring: int, ratio: int) -> int:
+    step = lcm(ratio, ring)
+    return -(-(size + ring + 1) // step) * step
+
+
+@attrs.frozen(kw_only=True)
+class KVLayout:
+    """Where everything lies in the buffers of a ``KVState``; plain numbers.
+
+    Attributes:
+        sizes: numbers of pages and rows.
+        kinds: compress ratio of every layer.
+        places: index of every layer within its kind (in the ratio-4 or ratio-128 buffers).
+    """
+
+    sizes: PoolSizes
+    kinds: tuple[int, ...]
+    places: tuple[int, ...]
+
+    @classmethod
+    def of(cls, config: Config, sizes: PoolSizes) -> KVLayout:
+        """Lay out the caches of a model."""
+        seen = {0: 0, C4_RATIO: 0, C128_RATIO: 0}
+        places = []
+        for ratio in config.compress_ratios:
+            places.append(seen[ratio])
+            seen[ratio] += 1
+        return cls(sizes=sizes, kinds=tuple(config.compress_ratios), places=tuple(places))
+
+    def n_layers(self, name: str) -> int:
+        """Layers that a buffer holds."""
+        if name == "swa":
+            return len(self.kinds)
+        return self.kinds.count(C128_RATIO if name.startswith("c128") else C4_RATIO)
+
+    def n_slots(self, name: str) -> int:
+        """Slots of a buffer per layer, sink page included."""
+        sizes = self.sizes
+        return {
+            "swa": (sizes.swa_pages + 1) * sizes.page_size,
+            "c4": (sizes.pages + 1) * sizes.c4_page,
+            "index": (sizes.pages + 1) * sizes.c4_page,
+            "c128": (sizes.c128_pages + 1) * C128_PAGE,
+            "c4_state": _state_rows(sizes.swa_pages * C4_RING, C4_RING, C4_RATIO),
+            "index_state": _state_rows(sizes.swa_pages * C4_RING, C4_RING, C4_RATIO),
+            "c128_state": _state_rows(sizes.requests * C128_RING, C128_RING, C128_RATIO),
+        }[name]
+
+    def dummy(self, name: str) -> int:
+        """Slot of the dummy row of a state buffer."""
+        return self.n_slots(name) - 1
+
+    def place(self, name: str, layer: int) -> int:
+        """Index of ``layer`` within a buffer."""
+        return layer if name == "swa" else self.places[layer]
+
+    def buffers_of(self, layer: int) -> tuple[str, ...]:
+        """Names of the buffers that a layer writes."""
+        ratio = self.kinds[layer]
+        if ratio == C4_RATIO:
+            return ("swa", "c4", "index", "c4_state", "index_state")
+        return ("swa", "c128", "c128_state") if ratio == C128_RATIO else ("swa",)
+
+
+@value
+@attrs.frozen(eq=False, kw_only=True)
+class KVState:
+    """One version of the cache contents.
+
+    Attributes:
+        layout: where everything lies.
+        handle: the buffers above.
+    """
+
+    layout: KVLayout
+    handle: Handle
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the entries."""
+        return self.handle.spec("swa")[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the caches lie."""
+        return self.handle.spec("swa")[2]
+
+
+def init_kv(config: Config, sizes: PoolSizes, dtype: torch.dtype, device: torch.device) -> KVState:
+    """Allocate empty caches.
+
+    Args:
+        config: the model's numbers.
+        sizes: numbers of pages and rows.
+        dtype: of entries; pooling state is f32.
+        device: where they lie.
+    Returns:
+        Zeroed pools and states of (value 0, score -inf).
+    """
+    layout = KVLayout.of(config, sizes)
+    widths = {
+        "swa": config.head_dim,
+        "c4": config.head_dim,
+        "index": config.index_head_dim,
+        "c128": config.head_dim,
+        "c4_state": 4 * config.head_dim,
+        "index_state": 4 * config.index_head_dim,
+        "c128_state": 2 * config.head_dim,
+    }
+    buffers = {}
+    for name, width in widths.items():
+        n_rows = layout.n_layers(name) * layout.n_slots(name)
+        if not n_rows:
+            continue
+        is_state = name.endswith("_state")
+        buffer = torch.zeros((n_rows, width), dtype=torch.float32 if is_state else dtype, device=device)
+        if is_state:
+            buffer[:, width // 2 :] = -torch.inf
+        buffers[name] = buffer
+    return KVState(layout=layout, handle=create_handle(buffers))

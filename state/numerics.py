@@ -1,0 +1,54 @@
+"""The numeric choices in which implementations of DeepSeek-V4 differ, as one frozen value."""
+
+from __future__ import annotations
+
+import attrs
+
+__all__ = ["Numerics"]
+
+
+@attrs.frozen(kw_only=True)
+class Numerics:
+    """Named rounding and policy switches; a model is loaded with exactly one of these.
+
+    Every switch is a fact about published implementations (model sheet, sections 2.12 and 3), not a tuning knob: two
+    models that differ only here are two different functions.
+
+    Attributes:
+        kv_qdq: round the non-rotary part of window and compressed entries through e4m3 in groups of 64 (the official
+            simulation of an FP8 cache).
+        indexer_hadamard: rotate index queries and keys by a Walsh-Hadamard matrix.
+        indexer_qdq: round index queries and keys through e2m1 in groups of 32.
+        index_score_rounding: index dot products, relu and head sum in the model's dtype instead of f32.
+        query_norm_rounding: per-head query norm with every step rounded to the model's dtype instead of f32 inside.
+        probability_rounding: attention probabilities rounded to the model's dtype before they meet the values.
+        clamp_shared_expert: apply ``swiglu_limit`` to the shared expert as well (the first official upload did not).
+        invariant: compute every row in an order that does not depend on which rows or chunks it came with, so that
+            results are equal bit for bit over batch, row place and chunking.
+    """
+
+    kv_qdq: bool = False
+    indexer_hadamard: bool = False
+    indexer_qdq: bool = False
+    index_score_rounding: bool = False
+    query_norm_rounding: bool = False
+    probability_rounding: bool = False
+    clamp_shared_expert: bool = True
+    invariant: bool = False
+
+    @classmethod
+    def plain(cls) -> Numerics:
+        """Return plain mathematics: nothing is rounded beyond the model's dtype; the default in float32."""
+        return cls()
+
+    @classmethod
+    def official(cls) -> Numerics:
+        """Return the choices of the current official code; the default in bfloat16."""
+        return cls(
+            kv_qdq=True,
+            indexer_hadamard=True,
+            indexer_qdq=True,
+            index_score_rounding=True,
+            query_norm_rounding=True,
+            probability_rounding=True,
+        )

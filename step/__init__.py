@@ -1,0 +1,1 @@
+"""The steps: prepare, forward, sample, relay, commit; opening, closing and forking requests."""

@@ -1,0 +1,142 @@
+"""Slots for new positions, and window pages given back: changes of the request table as pure functions.
+
+A step allocates with the old lengths. Full and window pages are taken in lock-step, C4 slots follow from full slots,
+C128 slots come from their own pool through the sidecar. Every capacity is tested before the first write.
+
+Source: SGLang 0.5.23 ``mem_cache/allocation.py``, ``hardware_backend/npu/dsv4/dsv4_allocator.py``,
+``managers/schedule_batch.py`` (``maybe_evict_swa``); decode-path sheet 1.3, 1.7, 4.2-4.4. Upstream's decode allocation is
+not transactional; this one is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from ..state.batch import CacheLocs
+from ..state.capacity import C4_RATIO
+from ..state.pages import FreeList, c128_pages, c128_slots, extend_slots
+from ..state.table import Edit, RequestTable, read_table, write_table
+
+__all__ = ["Growth", "allocate", "eviction_end"]
+
+Ints = NDArray[np.int64]
+_View = Mapping[str, Ints]
+
+MIN_KEPT: Final = 8
+"""Positions whose pooling state a C4 entry may still need; no window is evicted closer than this."""
+
+
+@attrs.frozen(kw_only=True)
+class Growth:
+    """How one request changes in a step.
+
+    Attributes:
+        row: row of the request table.
+        prefix_len: positions that own a slot.
+        seq_len: positions that own one afterwards.
+        evicted_len: positions whose window page was given back earlier.
+        evict_to: the same afterwards.
+    """
+
+    row: int
+    prefix_len: int
+    seq_len: int
+    evicted_len: int
+    evict_to: int
+
+
+def eviction_end(pre: int, evicted_len: int, window: int, page_size: int) -> int:
+    """Decide up to which position window pages are given back.
+
+    Pages are given back in whole pages, and only once a whole window has passed since the last time (decode-path sheet
+    1.7; the interval is the window, 128 in every released model).
+
+    Args:
+        pre: position that the step computes first; its window is ``[pre - window + 1, pre]``.
+        evicted_len: what was given back earlier.
+        window: W.
+        page_size: tokens per page.
+    Returns:
+        The new cursor, at least ``evicted_len``.
+    """
+    reach = max(window, MIN_KEPT)
+    if pre - reach < evicted_len + window:
+        return evicted_len
+    return max(evicted_len, (pre - reach) // page_size * page_size)
+
+
+def _evict(view: _View, table: RequestTable, growths: Sequence[Growth]) -> tuple[FreeList, list[Edit]]:
+    """Give back the window pages that every sharer's window has passed."""
+    size = table.sizes.page_size
+    refs: dict[int, int] = {}
+    edits: list[Edit] = []
+    freed: list[int] = []
+    for growth in growths:
+        for position in range(growth.evicted_len, growth.evict_to, size):
+            first = int(view["req_to_token"][growth.row * table.sizes.context + position])
+            page = int(view["full_to_swa"][first]) // size
+            refs[page] = refs.get(page, int(view["swa_refs"][page])) - 1
+            if refs[page] == 0:
+                freed.append(page)
+                edits.append(("full_to_swa", first + np.arange(size), 0))
+    if refs:
+        edits.append(("swa_refs", np.fromiter(refs, np.int64), np.fromiter(refs.values(), np.int64)))
+    return table.free_swa_pages.give(freed), edits
+
+
+def allocate(table: RequestTable, growths: Sequence[Growth]) -> tuple[RequestTable, CacheLocs]:
+    """Give every request the slots of its new positions, after giving back passed window pages.
+
+    Args:
+        table: the table before the step.
+        growths: one per batch row, in batch order.
+    Returns:
+        (table, locs): the new table; the slot vectors in token order.
+    Raises:
+        CapacityError: any pool is short; nothing was changed.
+    """
+    sizes = table.sizes
+    prefix = np.array([growth.prefix_len for growth in growths], np.int64)
+    total = np.array([growth.seq_len for growth in growths], np.int64)
+    rows = np.array([growth.row for growth in growths], np.int64)
+    with read_table(table) as view:
+        free_swa, edits = _evict(view, table, growths)
+        last = view["req_to_token"][rows * sizes.context + np.maximum(prefix - 1, 0)].astype(np.int64)
+        last_swa = view["full_to_swa"][last]
+        held = [
+            view["sidecar"][row * sizes.sidecar_width :][: c128_pages(length)].tolist()
+            for row, length in zip(rows.tolist(), prefix.tolist(), strict=True)
+        ]
+    free_full, full, new_full = extend_slots(table.free_pages, prefix, total, last, sizes.page_size)
+    free_swa, swa, new_swa = extend_slots(free_swa, prefix, total, last_swa, sizes.page_size)
+    free_c128, c128, new_c128 = c128_slots(table.free_c128_pages, prefix, total, held)
+
+    out_full, out_swa = _joined(full), _joined(swa)
+    cells = _joined([row * sizes.context + np.arange(p, s) for row, p, s in zip(rows, prefix, total, strict=True)])
+    edits += [("req_to_token", cells, out_full), ("full_to_swa", out_full, out_swa)]
+    for name, opened in (("page_refs", new_full), ("swa_refs", new_swa), ("c128_refs", new_c128)):
+        edits.append((name, _joined([np.array(pages, np.int64) for pages in opened]), 1))
+    for row, pages, opened in zip(rows.tolist(), held, new_c128, strict=True):
+        if opened:
+            column = row * sizes.sidecar_width + len(pages)
+            edits.append(("sidecar", column + np.arange(len(opened)), np.array(opened, np.int64)))
+    table = attrs.evolve(
+        table,
+        handle=write_table(table, edits),
+        free_pages=free_full,
+        free_swa_pages=free_swa,
+        free_c128_pages=free_c128,
+    )
+    closing = out_full[out_full % C4_RATIO == C4_RATIO - 1] // C4_RATIO
+    return table, CacheLocs(
+        out_full_loc=out_full, out_swa_loc=out_swa, out_c4_loc=closing, out_c128_loc=_joined(c128)
+    )
+
+
+def _joined(parts: Sequence[Ints]) -> Ints:
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)

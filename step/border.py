@@ -1,0 +1,43 @@
+"""The border of a step: does the state belong to the model, and is it ours for the length of the step?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from ..model.model import Model
+from ..state.decode import DecodeState
+from ..state.errors import ConfigError
+
+__all__ = ["owned_step"]
+
+
+@contextmanager
+def owned_step(model: Model, state: DecodeState) -> Iterator[None]:
+    """Hold the state's buffers for a whole step.
+
+    Args:
+        model: the model that steps.
+        state: the state that is stepped.
+    Raises:
+        ConfigError: the state was made for another model or another dtype.
+    """
+    held = state.kv.dtype
+    if state.config is not model.config and state.config != model.config:
+        raise ConfigError(
+            "state: was made for a model with another configuration; build it with init_state(model, capacity)",
+            field="config",
+            expected=model.config,
+            got=state.config,
+        )
+    if held != model.dtype:
+        raise ConfigError(
+            f"state: expected caches in {model.dtype}, got {held}; build it with init_state(model, capacity)",
+            field="dtype",
+            expected=model.dtype,
+            got=held,
+        )
+    with ExitStack() as stack:
+        for handle in (state.table.handle, state.kv.handle, state.relay):
+            stack.enter_context(handle.exclusive())
+        yield

@@ -1,0 +1,62 @@
+"""The end of a step on the host: record the sampled tokens and see who has finished.
+
+Here the host reads the sampled ids, once. Finish tests in the order of the decode-path sheet 8.4: stop and end ids, then
+length.
+
+Source: SGLang 0.5.23 ``managers/scheduler_components/batch_result_processor.py``; decode-path sheet 8.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+from torch import Tensor
+
+from ..state.decode import DecodeState, Request, find_request, replace_requests
+from ..state.errors import RequestError
+from ..state.sampling import SamplingParams, row_of
+
+__all__ = ["commit"]
+
+
+def commit(state: DecodeState, ids: Tensor | None) -> tuple[DecodeState, Mapping[int, str]]:
+    """Record the ids of the launched step.
+
+    Args:
+        state: after the relay.
+        ids: i64[B]. Sampled tokens by row of the launched batch; None after a step that did not sample.
+    Returns:
+        (state, finished): nothing is launched any more; request id -> "stop" or "length" for requests that ended.
+    Raises:
+        RequestError: no step is launched.
+    """
+    batch = state.launched
+    if batch is None:
+        raise RequestError("commit: expected a launched step, got none; prepare one first", field="launched")
+    if ids is None:
+        return attrs.evolve(state, launched=None), {}
+    changed: dict[int, Request] = {}
+    finished: dict[int, str] = {}
+    for request_id, token_id in zip(batch.request_ids, ids.tolist(), strict=True):
+        request = find_request(state, request_id)
+        outputs = request.outputs.append(token_id)
+        params = row_of(state.sampling, request_id).params
+        reason = _finish_reason(state, params, request.kv_len, len(outputs), token_id)
+        if reason is not None:
+            finished[request_id] = reason
+        tokens = request.tokens.append(token_id)
+        changed[request_id] = attrs.evolve(request, tokens=tokens, outputs=outputs, finished=reason)
+    return attrs.evolve(state, requests=replace_requests(state, changed), launched=None), finished
+
+
+def _finish_reason(
+    state: DecodeState, params: SamplingParams, kv_len: int, n_outputs: int, token_id: int
+) -> str | None:
+    stops = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *state.config.eos_token_id)
+    if token_id in stops:
+        return "stop"
+    if params.max_new_tokens is not None and n_outputs >= params.max_new_tokens:
+        return "length"
+    # The sampled token would be fed at position kv_len; without room for it the request has reached its context.
+    return "length" if kv_len >= state.capacity.context else None

@@ -1,0 +1,102 @@
+"""One decode step: the sampled token becomes the input, gets its slot, writes its state, reads its history, is sampled.
+
+This is the whole path; every line below is a pure public function of its own.
+
+====================== ============================================================ ==================================
+function               reads                                                        returns
+====================== ============================================================ ==================================
+``prepare_decode``     host lengths ``L``, request table, free lists                slots of position ``L``; ``L + 1``
+``forward_batch``      request table, relay (the token sampled last)                inputs, positions ``L``, page tables
+``forward``            caches                                                       new rows in the caches, logits
+``sample``             logits, sampling parameters and counters                     one token id per row
+``relay``              token ids                                                    the next step's inputs, by table row
+``commit``             token ids (read by the host, once)                           token logs, who has finished
+====================== ============================================================ ==================================
+
+Source: SGLang 0.5.23, the path from ``managers/scheduler.py`` to ``layers/sampler.py``; decode-path sheet, section 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import attrs
+import torch
+from torch import Tensor
+
+from ..model.forward import forward
+from ..model.model import Model
+from ..state.batch import ForwardBatch, ScheduleBatch, StepOutput
+from ..state.decode import DecodeState, find_request
+from .border import owned_step
+from .commit import commit
+from .forward_batch import forward_batch
+from .prepare import prepare_decode
+from .relay import relay
+from .sample import logprobs_of, sample
+
+__all__ = ["decode_step", "finish_step"]
+
+
+@torch.no_grad()
+def decode_step(
+    model: Model,
+    state: DecodeState,
+    *,
+    only: Iterable[int] | None = None,
+    force: Mapping[int, int] | None = None,
+    mask: Mapping[int, Tensor] | None = None,
+) -> tuple[DecodeState, StepOutput]:
+    """Decode one token for every running request.
+
+    Args:
+        model: the model.
+        state: before the step; it keeps its content and may be stepped again.
+        only: requests to run, in this row order; default all running ones in order of opening.
+        force: request -> token to feed instead of its pending one.
+        mask: request -> i32[V/32] packed vocabulary bits (1 = allowed) for the token that is sampled.
+    Returns:
+        (state, out): the next state; the row's sampled token, logits f32[B,V], logprobs, who has finished.
+    Raises:
+        RequestError: an unknown, finished or repeated request, or one that has no token to feed.
+        CapacityError: a pool is short; nothing was changed.
+    """
+    with owned_step(model, state):
+        state, batch = prepare_decode(state, only=only, force=force)
+        view = forward_batch(state, batch)
+        kv, logits = forward(model, state.kv, view)
+        return finish_step(attrs.evolve(state, kv=kv), batch, view, logits, mask)
+
+
+def finish_step(
+    state: DecodeState,
+    batch: ScheduleBatch,
+    view: ForwardBatch,
+    logits: Tensor,
+    mask: Mapping[int, Tensor] | None,
+) -> tuple[DecodeState, StepOutput]:
+    """Sample, relay and commit: what decode and extend end with.
+
+    Args:
+        state: after the forward.
+        batch: the step.
+        view: its model view.
+        logits: f32[B,V]. Of each request's last token.
+        mask: request -> packed vocabulary bits.
+    Returns:
+        (state, out): as ``decode_step``.
+    """
+    ids = batch.request_ids
+    positions = view.seq_lens - 1
+    stops = state.config.eos_token_id
+    sampling, next_ids = sample(logits, state.sampling, ids, positions, stop_token_ids=stops, mask=mask)
+    state = relay(attrs.evolve(state, sampling=sampling), batch, next_ids)
+    state, finished = commit(state, next_ids)
+    out = StepOutput(
+        request_ids=ids,
+        next_token_ids=tuple(find_request(state, request_id).tokens[-1] for request_id in ids),
+        logits=logits,
+        logprobs=logprobs_of(logits, next_ids, sampling, ids),
+        finished=finished,
+    )
+    return state, out

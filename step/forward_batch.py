@@ -1,0 +1,57 @@
+"""From the prepared step to what the model sees.
+
+Source: SGLang 0.5.23 ``model_executor/forward_batch_info.py`` (``ForwardBatch.init_new``); decode-path sheet 2.2, 3. Upstream
+writes two fields back into the schedule batch; nothing is written back here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..state.batch import ForwardBatch, ScheduleBatch
+from ..state.decode import DecodeState
+from ..state.ids import Layout, PlainLayout, VirtualLoc
+from ..state.table import read_table
+from .metadata import attention_metadata, token_positions
+
+__all__ = ["forward_batch"]
+
+
+def forward_batch(state: DecodeState, batch: ScheduleBatch, *, layout: Layout | None = None) -> ForwardBatch:
+    """Build the model's view of a prepared step.
+
+    Args:
+        state: after ``prepare_decode`` or ``prepare_extend``.
+        batch: what that returned.
+        layout: id space of the write locations; default the plain one, where a slot is a pool row.
+    Returns:
+        Index tensors on the model's device; ``positions == seq_lens - 1`` in a decode.
+    """
+    device = state.kv.device
+    _, positions = token_positions(batch)
+    with read_table(state.table) as tables:
+        metadata = attention_metadata(batch, tables, state.kv.layout, state.config.sliding_window, device)
+    pool_rows = torch.from_numpy(batch.req_pool_indices).to(device)
+    if batch.input_ids is None:
+        input_ids = state.relay.rows("token_ids", pool_rows)
+    else:
+        input_ids = torch.from_numpy(batch.input_ids).to(device)
+    layout = layout or PlainLayout(page_size=state.table.sizes.page_size)
+    virtual = torch.from_numpy(batch.out_cache_loc).to(device)
+    seq_lens = torch.from_numpy(batch.seq_lens).to(device)
+    return ForwardBatch(
+        forward_mode=batch.forward_mode,
+        batch_size=len(batch.request_ids),
+        input_ids=input_ids,
+        req_pool_indices=pool_rows,
+        seq_lens=seq_lens,
+        seq_lens_cpu=batch.seq_lens,
+        seq_lens_sum=int(batch.seq_lens.sum()),
+        orig_seq_lens=torch.from_numpy(batch.orig_seq_lens).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        out_cache_loc=layout.kernel(VirtualLoc(ids=virtual)).ids,
+        out_cache_loc_virtual=virtual if layout.is_translating else None,
+        last_rows=torch.from_numpy(np.cumsum(batch.extend_lens) - 1).to(device),
+        metadata=metadata,
+    )

@@ -1,0 +1,228 @@
+"""Index tensors that tell the layers where to read and write, built once per step from the request table.
+
+All arithmetic is numpy on the host, over what the step touches and what its rows may read; the results are copied to the
+model's device once. Every table is bounded by the row's own length: what lies beyond it is the sink with a false mask.
+
+Source: SGLang 0.5.23 ``hardware_backend/npu/attention/ascend_dsv4_backend.py``; decode-path sheet 4.3-4.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..state.batch import (
+    AttentionMetadata,
+    ChunkMetadata,
+    CompressorMetadata,
+    ScheduleBatch,
+    SingleMetadata,
+)
+from ..state.capacity import C4_RATIO, C128_PAGE, C128_RATIO
+from ..state.kv import C4_RING, C128_RING, KVLayout
+
+__all__ = ["attention_metadata", "c4_state_loc", "token_positions"]
+
+Ints = NDArray[np.int64]
+
+
+def token_positions(batch: ScheduleBatch) -> tuple[Ints, Ints]:
+    """Return the batch row and the position of every token: (i64[T], i64[T])."""
+    lens = batch.extend_lens
+    rows = np.repeat(np.arange(len(lens)), lens)
+    starts = np.cumsum(lens) - lens
+    return rows, batch.prefix_lens[rows] + np.arange(len(rows)) - starts[rows]
+
+
+def c4_state_loc(swa_loc: Ints, page_size: int) -> Ints:
+    """Return the pooling-state slot of a window slot: a ring of 8 per window page."""
+    return swa_loc // page_size * C4_RING + swa_loc % C4_RING
+
+
+@attrs.frozen(eq=False)
+class _Reader:
+    """Host lookups in one version of the request table.
+
+    Attributes:
+        tables: buffers as numpy arrays.
+        layout: of the caches.
+        device: where index tensors go.
+    """
+
+    tables: Mapping[str, Ints]
+    layout: KVLayout
+    device: torch.device
+
+    def full_loc(self, rows: Ints, positions: Ints) -> Ints:
+        context = self.layout.sizes.context
+        return self.tables["req_to_token"][rows * context + positions].astype(np.int64)
+
+    def swa_loc(self, rows: Ints, positions: Ints) -> Ints:
+        return self.tables["full_to_swa"][self.full_loc(rows, positions)]
+
+    def tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+
+def attention_metadata(
+    batch: ScheduleBatch, tables: Mapping[str, Ints], layout: KVLayout, window: int, device: torch.device
+) -> AttentionMetadata:
+    """Build the metadata of one forward.
+
+    Args:
+        batch: the prepared step.
+        tables: the request table after preparation, as numpy arrays.
+        layout: of the caches.
+        window: W.
+        device: where index tensors go.
+    Returns:
+        What the layers read and write by.
+    """
+    reader = _Reader(tables, layout, device)
+    rows, positions = token_positions(batch)
+    lens = batch.extend_lens
+    starts = np.cumsum(lens) - lens
+    single = np.flatnonzero(lens == 1)
+    locs = batch.out_cache_loc_dsv4
+    compressors = {}
+    if C4_RATIO in layout.kinds:
+        compressors[C4_RATIO] = _c4(reader, batch, rows, positions)
+    if C128_RATIO in layout.kinds:
+        compressors[C128_RATIO] = _c128(reader, batch, rows, positions)
+    return AttentionMetadata(
+        swa_loc=reader.tensor(locs.out_swa_loc),
+        compressors=compressors,
+        singles=_singles(reader, batch, single, starts, window) if len(single) else None,
+        chunks=tuple(_chunk(reader, batch, int(i), int(starts[i]), window) for i in np.flatnonzero(lens > 1)),
+    )
+
+
+def _c4(reader: _Reader, batch: ScheduleBatch, rows: Ints, positions: Ints) -> CompressorMetadata:
+    size = reader.layout.sizes.page_size
+    swa = batch.out_cache_loc_dsv4.out_swa_loc
+    later = positions + C4_RING
+    # A state row outlives the step unless a later token of the same request and page takes its place in the ring.
+    keep = np.flatnonzero((later >= batch.seq_lens[rows]) | (later // size != positions // size))
+
+    def slots(at: Ints, past: Ints) -> Ints:
+        return c4_state_loc(reader.swa_loc(batch.req_pool_indices[at], past), size)
+
+    return _compressor(
+        reader,
+        batch,
+        rows,
+        positions,
+        ratio=C4_RATIO,
+        n_members=2 * C4_RATIO,
+        out_loc=batch.out_cache_loc_dsv4.out_c4_loc,
+        dummy=reader.layout.dummy("c4_state"),
+        slots=slots,
+        keep=keep,
+        state_loc=c4_state_loc(swa[keep], size),
+    )
+
+
+def _c128(reader: _Reader, batch: ScheduleBatch, rows: Ints, positions: Ints) -> CompressorMetadata:
+    pool_rows = batch.req_pool_indices
+    keep = np.flatnonzero(positions + C128_RING >= batch.seq_lens[rows])
+
+    def slots(at: Ints, past: Ints) -> Ints:
+        return pool_rows[at] * C128_RING + past % C128_RING
+
+    return _compressor(
+        reader,
+        batch,
+        rows,
+        positions,
+        ratio=C128_RATIO,
+        n_members=C128_RATIO,
+        out_loc=batch.out_cache_loc_dsv4.out_c128_loc,
+        dummy=reader.layout.dummy("c128_state"),
+        slots=slots,
+        keep=keep,
+        state_loc=slots(rows[keep], positions[keep]),
+    )
+
+
+def _compressor(
+    reader: _Reader,
+    batch: ScheduleBatch,
+    rows: Ints,
+    positions: Ints,
+    *,
+    ratio: int,
+    n_members: int,
+    out_loc: Ints,
+    dummy: int,
+    slots: object,
+    keep: Ints,
+    state_loc: Ints,
+) -> CompressorMetadata:
+    assert callable(slots), "slots looks up state rows"
+    closing = np.flatnonzero(positions % ratio == ratio - 1)
+    ends = positions[closing]
+    past = ends[:, None] - np.arange(n_members - 1, -1, -1)
+    at = np.broadcast_to(rows[closing][:, None], past.shape)
+    # A member is a token of this step, or a state row left by an earlier one, or (before position 0) the dummy.
+    is_old = past < batch.prefix_lens[at]
+    old_at, old_past = at[is_old], past[is_old]
+    history = np.where(old_past < 0, dummy, slots(old_at, np.maximum(old_past, 0)))
+    members = closing[:, None] - (ends[:, None] - past) + len(history)
+    members[is_old] = np.arange(len(history))
+    return CompressorMetadata(
+        phase=reader.tensor(positions % ratio),
+        out_loc=reader.tensor(out_loc),
+        first_pos=reader.tensor(ends - (ratio - 1)),
+        history=reader.tensor(history),
+        members=reader.tensor(members),
+        keep=reader.tensor(keep),
+        state_loc=reader.tensor(state_loc),
+    )
+
+
+def _singles(reader: _Reader, batch: ScheduleBatch, single: Ints, starts: Ints, window: int) -> SingleMetadata:
+    sizes = reader.layout.sizes
+    seq, pool_rows = batch.seq_lens[single], batch.req_pool_indices[single]
+    width = min(window, int(seq.max()))
+    past = seq[:, None] - np.arange(width, 0, -1)
+    mask = past >= 0
+    loc = np.where(mask, reader.swa_loc(pool_rows[:, None], np.maximum(past, 0)), 0)
+    n_c4, n_c128 = int(seq.max()) // C4_RATIO, int(seq.max()) // C128_RATIO
+    firsts = np.arange(-(-n_c4 // sizes.c4_page)) * sizes.page_size
+    held = firsts < seq[:, None]
+    full = reader.full_loc(pool_rows[:, None], np.minimum(firsts, sizes.context - 1))
+    columns = np.arange(-(-n_c128 // C128_PAGE))
+    sidecar = reader.tables["sidecar"][pool_rows[:, None] * sizes.sidecar_width + columns]
+    is_all = len(single) == len(batch.seq_lens)
+    return SingleMetadata(
+        rows=None if is_all else reader.tensor(starts[single]),
+        window_loc=reader.tensor(loc),
+        window_mask=reader.tensor(mask),
+        c4_pages=reader.tensor(np.where(held, full // sizes.page_size, 0)),
+        c4_visible=reader.tensor(seq // C4_RATIO),
+        c128_pages=reader.tensor(sidecar.astype(np.int64)),
+        c128_visible=reader.tensor(seq // C128_RATIO),
+        n_c4=n_c4,
+        n_c128=n_c128,
+    )
+
+
+def _chunk(reader: _Reader, batch: ScheduleBatch, i: int, start: int, window: int) -> ChunkMetadata:
+    prefix, seq, row = int(batch.prefix_lens[i]), int(batch.seq_lens[i]), batch.req_pool_indices[i]
+    first = max(0, prefix - window + 1)
+    ends = np.arange(seq // C4_RATIO) * C4_RATIO + C4_RATIO - 1
+    group = np.arange(seq // C128_RATIO)
+    pages = reader.tables["sidecar"][row * reader.layout.sizes.sidecar_width + group // C128_PAGE].astype(np.int64)
+    return ChunkMetadata(
+        start=start,
+        prefix_len=prefix,
+        seq_len=seq,
+        window_start=first,
+        window_loc=reader.tensor(reader.swa_loc(row, np.arange(first, seq))),
+        c4_loc=reader.tensor(reader.full_loc(row, ends) // C4_RATIO),
+        c128_loc=reader.tensor(pages * C128_PAGE + group % C128_PAGE),
+    )

@@ -1,0 +1,240 @@
+"""The first half of a step on the host: which rows run, what they are fed, where they write.
+
+A decode allocates for position ``L`` (the old length), maps it, and only then calls the length ``L + 1``; the layers
+write the content later. Decode is the special case of extend with prefix ``L`` and length ``L + 1``.
+
+Source: SGLang 0.5.23 ``managers/schedule_batch.py`` (``prepare_for_decode``, ``prepare_for_extend``); decode-path sheet
+1.1, 1.7, 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..state.batch import ForwardMode, ScheduleBatch
+from ..state.decode import DecodeState, Request, find_request, replace_requests
+from ..state.errors import CapacityError, RequestError, StateBusyError
+from ..state.sampling import observe_prompt, replace_output
+from ..state.tokens import TokenLog
+from .allocate import Growth, allocate, eviction_end
+
+__all__ = ["TokenIds", "prepare_decode", "prepare_extend", "require_committed", "running_requests"]
+
+Ints = NDArray[np.int64]
+TokenIds = Sequence[int] | Ints | torch.Tensor
+
+
+def running_requests(state: DecodeState) -> tuple[int, ...]:
+    """Return the ids of the requests that ``decode_step`` would run, in order of opening."""
+    return tuple(r.request_id for r in state.requests if r.finished is None and r.has_pending)
+
+
+def prepare_decode(
+    state: DecodeState, *, only: Iterable[int] | None = None, force: Mapping[int, int] | None = None
+) -> tuple[DecodeState, ScheduleBatch]:
+    """Prepare one token for every running request.
+
+    Args:
+        state: before the step.
+        only: requests to run, in this row order; default all running ones in order of opening.
+        force: request -> token to feed instead of its pending one.
+    Returns:
+        (state, batch): slots are allocated and lengths advanced; contents are still to be written.
+    Raises:
+        RequestError: an unknown, finished or repeated request, or one that has no token to feed.
+        CapacityError: a pool is short; nothing was changed.
+    """
+    require_committed(state)
+    forced = dict(force or {})
+    ids = _distinct(running_requests(state) if only is None else only, "only")
+    if only is None:
+        ids += tuple(i for i in forced if i not in ids)
+    strays = [i for i in forced if i not in ids]
+    if strays:
+        raise RequestError(
+            f"force: expected requests of this step {ids}, got {strays}", field="force", expected=ids, got=strays
+        )
+    requests = []
+    for request_id in ids:
+        request = _runnable(state, request_id)
+        if request_id in forced:
+            state, request = _force(state, request, forced[request_id])
+        elif not request.has_pending:
+            raise RequestError(
+                f"request {request_id}: expected a pending token to decode, got none; feed it with extend_step or force=",
+                field="only",
+                expected="a pending token",
+                got=None,
+            )
+        requests.append(attrs.evolve(request, decode_count=request.decode_count + 1))
+    known = _joined_new(requests) if forced else None
+    return _prepare(state, ForwardMode.DECODE, requests, known)
+
+
+def prepare_extend(state: DecodeState, tokens: Mapping[int, TokenIds]) -> tuple[DecodeState, ScheduleBatch]:
+    """Prepare prompts or chunks of them; a request with a pending token is fed that token first.
+
+    Args:
+        state: before the step.
+        tokens: request -> token ids, in row order; empty ids on a running request decode it.
+    Returns:
+        (state, batch): slots are allocated and lengths advanced; contents are still to be written.
+    Raises:
+        RequestError: unknown or finished request, nothing to feed, ids outside the vocabulary.
+        CapacityError: longer than the context, or a pool is short; nothing was changed.
+    """
+    require_committed(state)
+    requests = []
+    for request_id in _distinct(tokens, "tokens"):
+        request = _runnable(state, request_id)
+        ids = _token_ids(tokens[request_id], state.config.vocab_size, request_id)
+        if not len(ids) and not request.has_pending:
+            raise RequestError(
+                f"request {request_id}: expected at least one token to feed, got none and nothing is pending",
+                field="tokens",
+                expected=">= 1 token",
+                got=0,
+            )
+        if len(ids):
+            state = attrs.evolve(state, sampling=observe_prompt(state.sampling, request_id, ids.tolist()))
+        requests.append(attrs.evolve(request, tokens=request.tokens.extend(ids)))
+    return _prepare(state, ForwardMode.EXTEND, requests, _joined_new(requests))
+
+
+def _prepare(
+    state: DecodeState, mode: ForwardMode, requests: list[Request], input_ids: Ints | None
+) -> tuple[DecodeState, ScheduleBatch]:
+    growths = [_growth(state, mode, request) for request in requests]
+    table, locs = allocate(state.table, growths)
+    grown = {
+        request.request_id: attrs.evolve(request, kv_len=growth.seq_len, evicted_len=growth.evict_to)
+        for request, growth in zip(requests, growths, strict=True)
+    }
+    seq_lens = np.array([growth.seq_len for growth in growths], np.int64)
+    batch = ScheduleBatch(
+        forward_mode=mode,
+        request_ids=tuple(grown),
+        req_pool_indices=np.array([growth.row for growth in growths], np.int64),
+        prefix_lens=np.array([growth.prefix_len for growth in growths], np.int64),
+        seq_lens=seq_lens,
+        orig_seq_lens=seq_lens.copy(),
+        seq_lens_sum=int(seq_lens.sum()),
+        input_ids=input_ids,
+        out_cache_loc=locs.out_full_loc,
+        out_cache_loc_dsv4=locs,
+    )
+    state = attrs.evolve(state, table=table, requests=replace_requests(state, grown), launched=batch)
+    return state, batch
+
+
+def _growth(state: DecodeState, mode: ForwardMode, request: Request) -> Growth:
+    total = len(request.tokens)
+    if total > state.capacity.context:
+        raise CapacityError(
+            f"request {request.request_id}: {total} tokens, but the state's context is {state.capacity.context}; "
+            "shorten the prompt or give init_state a larger Capacity(context=...)",
+            field="context",
+            expected=f"<= {state.capacity.context}",
+            got=total,
+        )
+    # The first decode after a prefill evicts nothing (decode_count counts this step already).
+    may_evict = mode is ForwardMode.EXTEND or request.decode_count > 1
+    evict_to = request.evicted_len
+    if may_evict:
+        window, page_size = state.config.sliding_window, state.table.sizes.page_size
+        evict_to = eviction_end(request.kv_len, evict_to, window, page_size)
+    return Growth(
+        row=request.row,
+        prefix_len=request.kv_len,
+        seq_len=total,
+        evicted_len=request.evicted_len,
+        evict_to=evict_to,
+    )
+
+
+def _force(state: DecodeState, request: Request, token_id: int) -> tuple[DecodeState, Request]:
+    token = int(_token_ids([token_id], state.config.vocab_size, request.request_id)[0])
+    if not request.has_pending:
+        sampling = observe_prompt(state.sampling, request.request_id, [token])
+        return attrs.evolve(state, sampling=sampling), attrs.evolve(request, tokens=request.tokens.append(token))
+    sampling = replace_output(state.sampling, request.request_id, request.tokens[-1], token)
+    tokens, outputs = request.tokens.replace_last(token), request.outputs.replace_last(token)
+    return attrs.evolve(state, sampling=sampling), attrs.evolve(request, tokens=tokens, outputs=outputs)
+
+
+def _joined_new(requests: Sequence[Request]) -> Ints:
+    parts = [request.tokens[request.kv_len :] for request in requests]
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def _runnable(state: DecodeState, request_id: int) -> Request:
+    request = find_request(state, request_id)
+    if request.finished is not None:
+        raise RequestError(
+            f"request {request_id}: expected a running request, but it has finished ({request.finished}); close it, or "
+            "fork it before it ends",
+            field="request_id",
+            expected="running",
+            got=request.finished,
+        )
+    return request
+
+
+def _distinct(ids: Iterable[int], field: str) -> tuple[int, ...]:
+    found = tuple(ids)
+    if len(set(found)) != len(found):
+        raise RequestError(
+            f"{field}: expected every request once, got {found}", field=field, expected="distinct ids", got=found
+        )
+    return found
+
+
+def require_committed(state: DecodeState) -> None:
+    """Refuse to go on while a prepared step has not been committed.
+
+    Raises:
+        StateBusyError: a step is launched.
+    """
+    if state.launched is not None:
+        raise StateBusyError(
+            f"state: a step of requests {state.launched.request_ids} is prepared and not committed; finish it "
+            "(forward, sample, relay, commit) or go on from the state before it",
+            field="launched",
+            expected=None,
+            got=state.launched.request_ids,
+        )
+
+
+def _token_ids(ids: Any, vocab_size: int, request_id: int) -> Ints:
+    """Check token ids at the border and return them as i64[T]."""
+    found = TokenLog.of(_plain_ids(ids, request_id)).numpy()
+    bad = found[(found < 0) | (found >= vocab_size)]
+    if len(bad):
+        raise RequestError(
+            f"request {request_id}: expected token ids in [0, {vocab_size}), got {bad[:8].tolist()}",
+            field="tokens",
+            expected=f"[0, {vocab_size})",
+            got=bad[:8].tolist(),
+        )
+    return found
+
+
+def _plain_ids(ids: Any, request_id: int) -> Ints:
+    if isinstance(ids, torch.Tensor):
+        ids = ids.detach().cpu().numpy()
+    found = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids))
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        raise RequestError(
+            f"request {request_id}: expected a flat sequence of integer token ids, got {found.dtype} of shape "
+            f"{found.shape}",
+            field="tokens",
+            expected="i64[T]",
+            got=str(found.dtype),
+        )
+    return found.astype(np.int64)
