@@ -25,7 +25,7 @@ def prefilled(model: ps.Model) -> ps.DecodeState:
     state = ps.init_state(model, ps.Capacity(requests=3, tokens=128, context=32), page_size=PAGE_SIZE)
     prompts = {}
     for n_tokens in HISTORIES.values():
-        state, request_id = ps.open_request(state, ps.SamplingParams(temperature=0.8, seed=n_tokens))
+        state, request_id = ps.open_request(state, ps.SamplingParams(temperature=0.8, seed=n_tokens, ignore_eos=True))
         prompts[request_id] = ids[:n_tokens]
     state, _ = ps.extend_step(model, state, prompts)
     return state

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 import purestep as ps
 
 PROMPT = "And God said, "
-PARAMS = ps.SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_new_tokens=60)
+PARAMS = ps.SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_new_tokens=40)
 
 
 def sampled_tokens(model: ps.Model, prompt_ids: list[int]) -> Iterator[int]:
     """Yield the tokens of one request, step by step."""
-    room = len(prompt_ids) + 60
+    room = len(prompt_ids) + 40
     state = ps.init_state(model, ps.Capacity(requests=1, tokens=room, context=room))
     state, a = ps.open_request(state, PARAMS)
     state, out = ps.extend_step(model, state, {a: prompt_ids})

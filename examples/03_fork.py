@@ -1,22 +1,37 @@
-"""One prompt, two endings.
+"""One prompt, two continuations.
 
-What the reader learns: a fork shares its parent's whole pages and copies only the one that is partly filled; another
-seed lets it go its own way; and a state that was kept is still there, to be stepped again to the very same bits,
-whatever was done with its descendants.
+What the reader learns: a fork names its parent's whole pages too and copies only the one that is partly filled; another
+seed lets it go its own way; and a state that was kept can be stepped again, to the same bits, whatever was done since
+with the states that came from it.
 """
 
 from __future__ import annotations
 
 import purestep as ps
 import torch
+from torch import Tensor
 
-PROMPT = "And it came to pass in those days, that there went out a decree, "
+PROMPT = "And it came to pass in those days, that there went out a decree"
 PAGE_SIZE = 8
-STEPS = 24
+STEPS = 12
+
+
+def params(seed: int) -> ps.SamplingParams:
+    """Sample with this seed, without end."""
+    return ps.SamplingParams(temperature=0.8, seed=seed, ignore_eos=True)
+
+
+def run(model: ps.Model, state: ps.DecodeState, n_steps: int) -> tuple[ps.DecodeState, Tensor]:
+    """Decode n steps: the last state, and the logits of every step."""
+    logits = []
+    for _ in range(n_steps):
+        state, out = ps.decode_step(model, state)
+        logits.append(out.logits)
+    return state, torch.stack(logits)
 
 
 def pages_of(state: ps.DecodeState, request_id: int) -> list[int]:
-    """Read which pages a request's tokens lie in."""
+    """Look up in which pages the tokens of a request lie."""
     request = next(r for r in state.requests if r.request_id == request_id)
     first = request.row * state.table.sizes.context
     slots = state.table.handle.rows("req_to_token", torch.arange(first, first + request.kv_len))
@@ -24,45 +39,39 @@ def pages_of(state: ps.DecodeState, request_id: int) -> list[int]:
 
 
 def text_of(model: ps.Model, state: ps.DecodeState, request_id: int) -> str:
-    """Decode what a request has sampled."""
+    """Decode what a request has sampled, on one line."""
     request = next(r for r in state.requests if r.request_id == request_id)
-    return model.tokenizer.decode(request.outputs.tolist())
+    return " ".join(model.tokenizer.decode(request.outputs.tolist()).split())
 
 
 def main() -> None:
-    """Fork a prompt, continue both ways, and go back."""
+    """Fork, continue both ways, and go back to every state that was kept."""
     model = ps.load_model("tiny")
     ids = [model.config.bos_token_id, *model.tokenizer.encode(PROMPT).ids]
     state = ps.init_state(model, ps.Capacity(requests=2, tokens=256, context=128), page_size=PAGE_SIZE)
-    state, a = ps.open_request(state, ps.SamplingParams(temperature=0.8, seed=1, ignore_eos=True))
-    state, _ = ps.extend_step(model, state, {a: ids})
+    state, a = ps.open_request(state, params(seed=1))
+    parent, _ = ps.extend_step(model, state, {a: ids})
+    _, before = run(model, parent, STEPS)
 
-    forked, b = ps.fork_request(state, a, sampling=ps.SamplingParams(temperature=0.8, seed=2, ignore_eos=True))
+    forked, b = ps.fork_request(parent, a, sampling=params(seed=2))
     own, other = pages_of(forked, a), pages_of(forked, b)
     shared = [page for page in own if page in other]
-    print(f"{len(ids)} tokens in pages {own}; the fork has {other}: {len(shared)} shared, {len(other) - len(shared)} copied")
+    print(f"parent: {len(ids)} tokens in pages {own}")
+    print(f"fork:   {len(shared)} of them shared, then {other[len(shared) :]}")
 
-    both = forked
-    for _ in range(STEPS):
-        both, _ = ps.decode_step(model, both)
-    print("seed 1:", text_of(model, both, a))
-    print("seed 2:", text_of(model, both, b))
+    both, logits = run(model, forked, STEPS)
+    print(f"seed 1: {PROMPT} ... {text_of(model, both, a)}")
+    print(f"seed 2: {PROMPT} ... {text_of(model, both, b)}")
 
-    # Back to the state before the fork, which knows nothing of it, and to the one with both.
-    alone = state
-    for _ in range(STEPS):
-        alone, _ = ps.decode_step(model, alone)
-    again = forked
-    for _ in range(STEPS):
-        again, out = ps.decode_step(model, again)
-    last, _ = ps.decode_step(model, both)
-    again, out = ps.decode_step(model, again)
-
+    _, logits_again = run(model, forked, STEPS)
+    _, after = run(model, parent, STEPS)
     assert len(shared) == len(ids) // PAGE_SIZE
-    assert [r.request_id for r in state.requests] == [a]
-    assert len(state.requests[0].outputs) == 1
     assert text_of(model, both, a) != text_of(model, both, b)
-    print("checked")
+    assert len(parent.requests) == 1
+    assert len(both.requests[0].tokens) == len(ids) + 1 + STEPS
+    assert torch.equal(logits, logits_again)
+    assert torch.equal(before, after)
+    print(f"{STEPS} steps of the parent and of the fork, taken again afterwards, gave the same logits bit for bit.")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Train the tiny model's tokenizer: a byte-level BPE with DeepSeek-V4's control tokens.
 
-What the reader learns: how V4 text becomes ids. The pre-tokenisation, the missing automatic BOS and the exact spelling of
-the control tokens follow V4; only the vocabulary is small, because it is trained on one book.
+What the reader learns: how V4 text becomes ids. The pre-tokenisation, the missing automatic BOS and the exact spelling
+of the control tokens follow V4; only the vocabulary is small, because it is trained on one book.
 """
 
 from __future__ import annotations
@@ -23,8 +23,19 @@ SPECIAL_TOKENS = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 """Ids 0, 1 and 2, as in V4; a decoder told to skip special tokens drops these."""
 
 CONTROL_TOKENS = (
-    *("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "｜DSML｜", "<｜latest_reminder｜>"),
-    *("<｜action｜>", "<｜query｜>", "<｜authority｜>", "<｜domain｜>", "<｜title｜>", "<｜extracted_url｜>", "<｜read_url｜>"),
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    "<think>",
+    "</think>",
+    "｜DSML｜",
+    "<｜latest_reminder｜>",
+    "<｜action｜>",
+    "<｜query｜>",
+    "<｜authority｜>",
+    "<｜domain｜>",
+    "<｜title｜>",
+    "<｜extracted_url｜>",
+    "<｜read_url｜>",
 )
 """Tokens that the chat encoding writes. As in V4 they are not special: a parser must see them in decoded text."""
 

@@ -66,12 +66,7 @@ def _round_entry(model: Model, entry: Tensor) -> Tensor:
         return entry
     width = model.config.head_dim - model.config.qk_rope_head_dim
     head, tail = entry.split((width, model.config.qk_rope_head_dim), dim=-1)
-    return torch.cat((model.ops.round_fp8(head, _group(width, FP8_GROUP)), tail), dim=-1)
-
-
-def _group(width: int, group: int) -> int:
-    # Small test models have fewer channels than one group of the released ones.
-    return group if width % group == 0 else width
+    return torch.cat((model.ops.round_fp8(head, FP8_GROUP), tail), dim=-1)
 
 
 def compressor_inputs(model: Model, p: CompressorParams, x: Tensor, phase: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,7 +108,7 @@ def _round_index(model: Model, x: Tensor) -> Tensor:
     if model.numerics.indexer_hadamard:
         x = model.ops.hadamard(x)
     if model.numerics.indexer_qdq:
-        x = model.ops.round_fp4(x, _group(x.shape[-1], FP4_GROUP))
+        x = model.ops.round_fp4(x, FP4_GROUP)
     return x
 
 
@@ -162,5 +157,5 @@ def project_output(model: Model, p: AttentionParams, o: Tensor, factors: Tensor)
     """
     groups = model.config.o_groups
     o = model.ops.apply_rotary(o, factors.conj().unsqueeze(-2)).flatten(-2).unflatten(-1, (groups, -1))
-    low = torch.einsum("...gd,gud->...gu", o, p.wo_a.unflatten(0, (groups, -1)))
+    low = model.ops.grouped_linear(o, p.wo_a.unflatten(0, (groups, -1)))
     return model.ops.linear(low.flatten(-2), p.wo_b)

@@ -100,7 +100,7 @@ def build_model(
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
     found = dtype if isinstance(dtype, torch.dtype) else DTYPES.get(str(dtype).removeprefix("torch."))
-    if found not in DTYPES.values():
+    if found is None or found not in DTYPES.values():
         raise ConfigError(
             f"dtype: expected one of {', '.join(DTYPES)}, got {dtype}", field="dtype", expected=tuple(DTYPES), got=dtype
         )
@@ -122,12 +122,12 @@ def _widened(params: Params) -> Params:
     Every narrower value is an f32 value too, so nothing changes but the conversion at each step.
     """
 
-    def compressor(p: CompressorParams | None) -> CompressorParams | None:
-        return p and attrs.evolve(p, wkv=p.wkv.float(), wgate=p.wgate.float())
+    def compressor(p: CompressorParams) -> CompressorParams:
+        return attrs.evolve(p, wkv=p.wkv.float(), wgate=p.wgate.float())
 
     def layer(p: LayerParams) -> LayerParams:
         indexer = p.attn.indexer and attrs.evolve(p.attn.indexer, compressor=compressor(p.attn.indexer.compressor))
-        attn = attrs.evolve(p.attn, compressor=compressor(p.attn.compressor), indexer=indexer)
+        attn = attrs.evolve(p.attn, compressor=p.attn.compressor and compressor(p.attn.compressor), indexer=indexer)
         return attrs.evolve(p, attn=attn, ffn=attrs.evolve(p.ffn, gate=p.ffn.gate.float()))
 
     return attrs.evolve(params, layers=tuple(layer(p) for p in params.layers), head=params.head.float())

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -32,6 +33,12 @@ from .model import Model
 from .params import AttentionParams, CompressorParams
 
 __all__ = ["Rotations", "paged_attention", "rotations", "write_rows"]
+
+GATHER_BUDGET: Final = 1 << 25
+"""Largest number of key channels gathered at once for rows that own their keys."""
+
+MIN_BLOCK: Final = 64
+"""Rows that are always gathered together; any decode batch of this size stays one block."""
 
 SCORE_BUDGET: Final = 1 << 24
 """Largest number of scores held at once while a chunk attends; query rows are tiled to stay below it."""
@@ -189,10 +196,43 @@ def _attend_singles(
     c4_page: int,
     meta: SingleMetadata,
 ) -> Tensor:
-    """Attend from rows with one token, each over keys of its own: float[B,N,D]."""
+    """Attend from rows with keys of their own, in blocks that bound what is gathered: float[B,N,D]."""
     if meta.rows is not None:
         q = q.index_select(0, meta.rows)
         index = index and (index[0].index_select(0, meta.rows), index[1].index_select(0, meta.rows))
+    n_rows = meta.window_loc.shape[0]
+    n_keys = meta.window_loc.shape[1] + {0: 0, C4_RATIO: meta.n_c4, C128_RATIO: meta.n_c128}[ratio]
+    step = max(MIN_BLOCK, GATHER_BUDGET // (n_keys * model.config.head_dim))
+    if n_rows <= step:
+        return _attend_block(model, p, q, index, view, ratio, c4_page, meta)
+    blocks = []
+    for a in range(0, n_rows, step):
+        part = slice(a, a + step)
+        block = attrs.evolve(
+            meta,
+            window_loc=meta.window_loc[part],
+            window_mask=meta.window_mask[part],
+            c4_pages=meta.c4_pages[part],
+            c4_visible=meta.c4_visible[part],
+            c128_pages=meta.c128_pages[part],
+            c128_visible=meta.c128_visible[part],
+        )
+        chosen = index and (index[0][part], index[1][part])
+        blocks.append(_attend_block(model, p, q[part], chosen, view, ratio, c4_page, block))
+    return torch.cat(blocks)
+
+
+def _attend_block(
+    model: Model,
+    p: AttentionParams,
+    q: Tensor,
+    index: tuple[Tensor, Tensor] | None,
+    view: Mapping[str, Tensor],
+    ratio: int,
+    c4_page: int,
+    meta: SingleMetadata,
+) -> Tensor:
+    """Gather the keys of every row, attend: float[B,N,D]."""
     mask = [meta.window_mask]
     keys = [_gather(view["swa"], meta.window_loc, meta.window_mask)]
     if ratio == C4_RATIO and meta.n_c4:
@@ -206,8 +246,10 @@ def _attend_singles(
                 rounding=model.numerics.index_score_rounding,
             )
             picks = model.ops.pick_entries(scores.squeeze(1), meta.c4_visible, model.config.index_topk)
-            mask_c4 = picks >= 0
-            loc_c4 = loc_c4.gather(1, picks.clamp(min=0))
+            # In order of position, so that a row reads its entries in one order whether or not it had to choose.
+            picks = torch.where(picks < 0, meta.n_c4, picks).sort(dim=-1).values
+            mask_c4 = picks < meta.n_c4
+            loc_c4 = loc_c4.gather(1, picks.clamp(max=meta.n_c4 - 1))
         keys.append(_gather(view["c4"], loc_c4, mask_c4))
         mask.append(mask_c4)
     if ratio == C128_RATIO and meta.n_c128:

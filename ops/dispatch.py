@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..state.errors import ConfigError
-from . import attention, compressor, experts, fused, indexer, norms, quantize, rotary, router, streams
+from . import attention, compressor, experts, fused, indexer, invariant, linear, norms, quantize, rotary, router, streams
 
-__all__ = ["DIFFERENTIABLE", "FUSED", "REFERENCE", "Ops", "kernel_table"]
+__all__ = ["DIFFERENTIABLE", "FUSED", "INVARIANT", "REFERENCE", "Ops", "kernel_table"]
 
 Kernel = Callable[..., Tensor]
 Kernels2 = Callable[..., tuple[Tensor, Tensor]]
@@ -30,6 +30,7 @@ class Ops:
 
     name: str
     linear: Kernel
+    grouped_linear: Kernel
     rms_norm: Kernel
     normalize_query: Kernel
     apply_rotary: Kernel
@@ -53,6 +54,7 @@ class Ops:
 REFERENCE: Final = Ops(
     name="reference",
     linear=F.linear,
+    grouped_linear=linear.grouped_linear,
     rms_norm=norms.rms_norm,
     normalize_query=norms.normalize_query,
     apply_rotary=rotary.apply_rotary,
@@ -89,7 +91,28 @@ FUSED: Final = attrs.evolve(
 )
 """What runs on a CPU by default; equal to the reference within rounding."""
 
-INVARIANT: Final = attrs.evolve(REFERENCE, name="invariant")
+INVARIANT: Final = attrs.evolve(
+    REFERENCE,
+    name="invariant",
+    linear=invariant.by_rows(REFERENCE.linear, 1),
+    grouped_linear=invariant.by_rows(REFERENCE.grouped_linear, 1),
+    rms_norm=invariant.by_rows(REFERENCE.rms_norm, 1),
+    normalize_query=invariant.by_rows(REFERENCE.normalize_query, 1),
+    apply_rotary=invariant.by_rows(REFERENCE.apply_rotary, 2),
+    mix_weights=invariant.by_rows(REFERENCE.mix_weights, 1),
+    join_streams=invariant.by_rows(REFERENCE.join_streams, 2),
+    update_streams=invariant.by_rows(REFERENCE.update_streams, 4),
+    head_weights=invariant.by_rows(REFERENCE.head_weights, 1),
+    pool_group=invariant.by_rows(REFERENCE.pool_group, 2),
+    index_scores=invariant.index_scores,
+    attend=invariant.attend,
+    route_scored=invariant.by_rows(REFERENCE.route_scored, 1),
+    route_hash=invariant.by_rows(REFERENCE.route_hash, 2),
+    experts=invariant.by_rows(invariant.experts_sorted, 3),
+    expert=invariant.by_rows(REFERENCE.expert, 1),
+    hadamard=invariant.by_rows(REFERENCE.hadamard, 1),
+)
+"""What ``Numerics(invariant=True)`` runs: every row alone, bit for bit."""
 
 _TABLES: Final[Mapping[str, Ops]] = {"reference": REFERENCE, "fused": FUSED}
 

@@ -24,32 +24,41 @@ def _power_of_two_scale(amax: Tensor, limit: float) -> Tensor:
     return torch.ldexp(torch.ones_like(amax), exponent)
 
 
+def _groups(x: Tensor, group: int) -> Tensor:
+    """Cut the last axis into groups; zeros fill the last one and change no maximum."""
+    return torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % group)).unflatten(-1, (-1, group))
+
+
+def _joined(grouped: Tensor, x: Tensor) -> Tensor:
+    return grouped.flatten(-2)[..., : x.shape[-1]].to(x.dtype)
+
+
 def round_fp8(x: Tensor, group: int) -> Tensor:
     """Round through e4m3 with one power-of-two scale per ``group`` channels.
 
     Args:
-        x: float[...,D], D a multiple of ``group``.
+        x: float[...,D]. A short last group has a scale of its own.
         group: channels that share a scale.
     Returns:
         float[...,D] in the dtype of ``x``.
     """
-    grouped = x.float().unflatten(-1, (-1, group))
+    grouped = _groups(x, group)
     amax = grouped.abs().amax(-1, keepdim=True).clamp(min=FP8_FLOOR)
     scale = _power_of_two_scale(amax, FP8_MAX)
     codes = (grouped / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-    return (codes.float() * scale).flatten(-2).to(x.dtype)
+    return _joined(codes.float() * scale, x)
 
 
 def round_fp4(x: Tensor, group: int) -> Tensor:
     """Round through e2m1 with one power-of-two scale per ``group`` channels; ties go to the even code.
 
     Args:
-        x: float[...,D], D a multiple of ``group``.
+        x: float[...,D]. A short last group has a scale of its own.
         group: channels that share a scale.
     Returns:
         float[...,D] in the dtype of ``x``.
     """
-    grouped = x.float().unflatten(-1, (-1, group))
+    grouped = _groups(x, group)
     amax = grouped.abs().amax(-1, keepdim=True).clamp(min=FP4_FLOOR)
     scale = _power_of_two_scale(amax, FP4_MAX)
     size = (grouped / scale).abs().clamp(max=FP4_MAX)
@@ -57,7 +66,7 @@ def round_fp4(x: Tensor, group: int) -> Tensor:
     # the even codes on each piece.
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     codes = torch.round(size / step) * step
-    return (codes.copysign(grouped) * scale).flatten(-2).to(x.dtype)
+    return _joined(codes.copysign(grouped) * scale, x)
 
 
 def hadamard(x: Tensor) -> Tensor:

@@ -58,6 +58,7 @@ class _Commands(TyperGroup):
     """The commands, with every expected error as one message on standard error and an exit code."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
+        """Run a command and end the process with its exit code."""
         try:
             code = super().main(*args, **extra | {"standalone_mode": False})
         except _USAGE_ERROR as error:
@@ -71,12 +72,7 @@ class _Commands(TyperGroup):
         sys.exit(code or 0)
 
 
-app = typer.Typer(
-    cls=_Commands,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="DeepSeek-V4 decode as pure functions over immutable values.",
-)
+app = typer.Typer(cls=_Commands, add_completion=False, pretty_exceptions_enable=False)
 
 ModelName = Annotated[str, typer.Option("--model", help='"tiny", or the folder of a checkpoint.')]
 Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16; default the checkpoint's own.")]
@@ -256,7 +252,8 @@ def _prompt_ids(model: Model, text: str) -> list[int]:
 
 
 def _score_table(rows: Iterable[tuple[str, Score]]) -> Table:
-    table = Table("file")
+    table = Table()
+    table.add_column("file", overflow="fold")
     for column in ("bytes", "tokens", "bits per byte", "bits per token", "perplexity"):
         table.add_column(column, justify="right")
     for name, one in rows:

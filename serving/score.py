@@ -153,6 +153,8 @@ def score_tokens(
             "config.bos_token_id: expected a token id to start every window with, got none", field="bos_token_id"
         )
     _check_range("text tokens", len(ids), 1, None)
+    _check_range("token ids", min(ids), 0, model.config.vocab_size - 1)
+    _check_range("token ids", max(ids), 0, model.config.vocab_size - 1)
     _check_range("context", context, 1, model.config.max_position_embeddings)
     _check_range("stride", stride, 1, context)
     _check_range("batch", batch, 1, None)

@@ -68,15 +68,8 @@ def write_text(text: str) -> None:
 def progress_bar(label: str) -> Iterator[Callable[..., None]]:
     """Show a bar while a block runs, if standard error is a terminal; yields a function of (done, of how many)."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
-    # Standard output is never redirected through the bar: it may be a pipe that takes the text.
-    with Progress(
-        *columns,
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-        redirect_stdout=False,
-        redirect_stderr=False,
-    ) as bars:
+    is_hidden = not sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=is_hidden) as bars:
         task = bars.add_task(label, total=None)
         yield lambda done, total, *_: bars.update(task, completed=done, total=total)
 

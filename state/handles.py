@@ -50,6 +50,8 @@ from .errors import DtypeError, ShapeError, StateBusyError
 
 __all__ = ["Handle", "Write", "create_handle"]
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 def create_handle(tensors: Mapping[str, Tensor]) -> Handle:
     """Take tensors over as buffers and return the handle of their first version.
@@ -146,8 +148,8 @@ class Handle:
 
     def saved_bytes(self) -> int:
         """Count the bytes that the differences of all versions hold, row numbers included, without re-rooting."""
-        total, nodes = 0, [self._buffers.root]
         with self._buffers.lock:
+            total, nodes = 0, [self._buffers.root]
             while nodes:
                 node = nodes.pop()
                 total += sum(saved.nbytes for saved in node.link[1].values()) if node.link else 0
@@ -173,9 +175,7 @@ class Handle:
 
 def _bits(tensor: Tensor) -> Tensor:
     """View a tensor as integers: torch neither copies by index nor pickles float8 and unsigned 16 and 32 bits."""
-    return tensor.view(
-        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.itemsize, tensor.dtype)
-    )
+    return tensor.view(_INTEGERS.get(tensor.itemsize, tensor.dtype))
 
 
 def _from_bits(tensors: Mapping[str, tuple[Tensor, torch.dtype]]) -> Handle:
@@ -278,12 +278,9 @@ class _SavedRows:
             self.chunks.append((numbers, content))
             listed.update(missing)
             while len(self.chunks) > 1 and len(self.chunks[-2][0]) < 2 * len(self.chunks[-1][0]):
-                self._join_last_two()
+                (one, first), (two, second) = self.chunks[-2:]
+                self.chunks[-2:] = [(torch.cat((one, two.to(one.device))), torch.cat((first, second)))]
         self.listed = listed
-
-    def _join_last_two(self) -> None:
-        (one, first), (two, second) = self.chunks[-2:]
-        self.chunks[-2:] = [(torch.cat((one, two.to(one.device))), torch.cat((first, second)))]
 
 
 class _Intent(NamedTuple):

@@ -106,7 +106,7 @@ def _bias_pairs(bias: Mapping[int, float] | Iterable[tuple[int, float]]) -> tupl
         raise _refusal("logit_bias", expected, bias)
     checked: dict[int, float] = {}
     for pair in bias.items() if isinstance(bias, Mapping) else bias:
-        if not isinstance(pair, tuple) or len(pair) != 2:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise _refusal("logit_bias", expected, pair)
         token_id = _checked_whole("logit_bias", pair[0], "token ids: integers of at least 0", lambda key: key >= 0)
         if token_id in checked:
@@ -303,6 +303,7 @@ def add_row(
     base_seed: int,
     vocab_size: int,
     device: torch.device | str | None = None,
+    history: TokenHistory | None = None,
 ) -> SamplingState:
     """Open a request's row, behind the others.
 
@@ -313,21 +314,16 @@ def add_row(
         base_seed: the engine's seed, from which an unseeded request's own is derived.
         vocab_size: V.
         device: where the penalties' tensors live, if the parameters use any.
+        history: what a request that resumes has read and said already; None for a new one.
     Raises:
         RequestError: the request has a row, or ``check_vocabulary`` refuses the parameters.
     """
     _require_new(sampling, request_id)
     check_vocabulary(params, vocab_size)
-    history = count_history((), (), vocab_size=vocab_size, device=device) if params.has_penalties else None
-    row = SamplingRow(
-        request_id=request_id,
-        params=params,
-        seed=derive_seed(base_seed, request_id) if params.seed is None else params.seed,
-        n_outputs=0,
-        output_counts=None if history is None else history.output_counts,
-        prompt_seen=None if history is None else history.prompt_seen,
-    )
-    return SamplingState(rows=(*sampling.rows, row))
+    if history is None and params.has_penalties:
+        history = count_history((), (), vocab_size=vocab_size, device=device)
+    seed = derive_seed(base_seed, request_id) if params.seed is None else params.seed
+    return SamplingState(rows=(*sampling.rows, _make_row(request_id, params, seed, history)))
 
 
 def drop_row(sampling: SamplingState, request_id: int) -> SamplingState:
@@ -439,11 +435,14 @@ def fork_row(
     """
     parent = row_of(sampling, request_id)
     _require_new(sampling, new_id)
-    params = parent.params if params is None else params
-    if seed is None:
-        seed = parent.seed if params.seed is None else params.seed
-    else:
+    if seed is not None:
         seed = _checked_whole("seed", seed, _SEED_RANGE, _is_seed)
+    elif params is not None and params.seed is not None:
+        seed = params.seed
+    else:
+        # Not the seed in the parent's parameters: the parent may be a fork with a seed of its own.
+        seed = parent.seed
+    params = parent.params if params is None else params
     source = parent if history is None else history
     if params.has_penalties and source.output_counts is None:
         message = (
@@ -451,15 +450,21 @@ def fork_row(
             "the old ones none, so nothing was counted; pass history=count_history(prompt_ids, output_ids, ...)"
         )
         raise RequestError(message, field="history", expected="a TokenHistory", got=None)
-    child = SamplingRow(
-        request_id=new_id,
+    return SamplingState(rows=(*sampling.rows, _make_row(new_id, params, seed, source)))
+
+
+def _make_row(
+    request_id: int, params: SamplingParams, seed: int, history: SamplingRow | TokenHistory | None
+) -> SamplingRow:
+    counts = history if params.has_penalties else None
+    return SamplingRow(
+        request_id=request_id,
         params=params,
         seed=seed,
-        n_outputs=source.n_outputs,
-        output_counts=source.output_counts if params.has_penalties else None,
-        prompt_seen=source.prompt_seen if params.has_penalties else None,
+        n_outputs=0 if history is None else history.n_outputs,
+        output_counts=None if counts is None else counts.output_counts,
+        prompt_seen=None if counts is None else counts.prompt_seen,
     )
-    return SamplingState(rows=(*sampling.rows, child))
 
 
 def _observe_output(row: SamplingRow, token_id: Tensor) -> SamplingRow:

@@ -121,10 +121,9 @@ def allocate(table: RequestTable, growths: Sequence[Growth]) -> tuple[RequestTab
     edits += [("req_to_token", cells, out_full), ("full_to_swa", out_full, out_swa)]
     for name, opened in (("page_refs", new_full), ("swa_refs", new_swa), ("c128_refs", new_c128)):
         edits.append((name, _joined([np.array(pages, np.int64) for pages in opened]), 1))
-    for row, pages, opened in zip(rows.tolist(), held, new_c128, strict=True):
-        if opened:
-            column = row * sizes.sidecar_width + len(pages)
-            edits.append(("sidecar", column + np.arange(len(opened)), np.array(opened, np.int64)))
+    for row, before, named in zip(rows.tolist(), held, new_c128, strict=True):
+        column = row * sizes.sidecar_width + len(before)
+        edits.append(("sidecar", column + np.arange(len(named)), np.array(named, np.int64)))
     table = attrs.evolve(
         table,
         handle=write_table(table, edits),

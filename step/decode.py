@@ -63,7 +63,7 @@ def decode_step(
     """
     with owned_step(model, state):
         state, batch = prepare_decode(state, only=only, force=force)
-        view = forward_batch(state, batch)
+        view = forward_batch(state, batch, rowwise=model.numerics.invariant)
         kv, logits = forward(model, state.kv, view)
         return finish_step(attrs.evolve(state, kv=kv), batch, view, logits, mask)
 

@@ -59,7 +59,7 @@ def extend_step(
         )
     with owned_step(model, state):
         state, batch = prepare_extend(state, tokens)
-        view = forward_batch(state, batch)
+        view = forward_batch(state, batch, rowwise=model.numerics.invariant)
         kept: Literal["last", "all", "none"] = logits if sample or logits == "all" else "none"
         kv, out_logits = forward(model, state.kv, view, logits=kept)
         state = attrs.evolve(state, kv=kv)

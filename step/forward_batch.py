@@ -18,20 +18,23 @@ from .metadata import attention_metadata, token_positions
 __all__ = ["forward_batch"]
 
 
-def forward_batch(state: DecodeState, batch: ScheduleBatch, *, layout: Layout | None = None) -> ForwardBatch:
+def forward_batch(
+    state: DecodeState, batch: ScheduleBatch, *, layout: Layout | None = None, rowwise: bool = False
+) -> ForwardBatch:
     """Build the model's view of a prepared step.
 
     Args:
         state: after ``prepare_decode`` or ``prepare_extend``.
         batch: what that returned.
         layout: id space of the write locations; default the plain one, where a slot is a pool row.
+        rowwise: as in ``attention_metadata``; what a model with ``numerics.invariant`` needs.
     Returns:
         Index tensors on the model's device; ``positions == seq_lens - 1`` in a decode.
     """
     device = state.kv.device
     _, positions = token_positions(batch)
     with read_table(state.table) as tables:
-        metadata = attention_metadata(batch, tables, state.kv.layout, state.config.sliding_window, device)
+        metadata = attention_metadata(batch, tables, state.kv.layout, state.config.sliding_window, device, rowwise=rowwise)
     pool_rows = torch.from_numpy(batch.req_pool_indices).to(device)
     if batch.input_ids is None:
         input_ids = state.relay.rows("token_ids", pool_rows)

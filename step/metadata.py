@@ -69,7 +69,13 @@ class _Reader:
 
 
 def attention_metadata(
-    batch: ScheduleBatch, tables: Mapping[str, Ints], layout: KVLayout, window: int, device: torch.device
+    batch: ScheduleBatch,
+    tables: Mapping[str, Ints],
+    layout: KVLayout,
+    window: int,
+    device: torch.device,
+    *,
+    rowwise: bool = False,
 ) -> AttentionMetadata:
     """Build the metadata of one forward.
 
@@ -79,6 +85,8 @@ def attention_metadata(
         layout: of the caches.
         window: W.
         device: where index tensors go.
+        rowwise: let every token read by tables of its own, laid out the same way wherever it comes from; what
+            row-independent arithmetic needs.
     Returns:
         What the layers read and write by.
     """
@@ -86,7 +94,7 @@ def attention_metadata(
     rows, positions = token_positions(batch)
     lens = batch.extend_lens
     starts = np.cumsum(lens) - lens
-    single = np.flatnonzero(lens == 1)
+    single = np.arange(len(rows)) if rowwise else starts[lens == 1]
     locs = batch.out_cache_loc_dsv4
     compressors = {}
     if C4_RATIO in layout.kinds:
@@ -96,8 +104,10 @@ def attention_metadata(
     return AttentionMetadata(
         swa_loc=reader.tensor(locs.out_swa_loc),
         compressors=compressors,
-        singles=_singles(reader, batch, single, starts, window) if len(single) else None,
-        chunks=tuple(_chunk(reader, batch, int(i), int(starts[i]), window) for i in np.flatnonzero(lens > 1)),
+        singles=_singles(reader, batch, rows, positions, single, window, rowwise) if len(single) else None,
+        chunks=tuple(
+            _chunk(reader, batch, int(i), int(starts[i]), window) for i in np.flatnonzero(lens > 1) if not rowwise
+        ),
     )
 
 
@@ -184,10 +194,18 @@ def _compressor(
     )
 
 
-def _singles(reader: _Reader, batch: ScheduleBatch, single: Ints, starts: Ints, window: int) -> SingleMetadata:
+def _singles(
+    reader: _Reader,
+    batch: ScheduleBatch,
+    rows: Ints,
+    positions: Ints,
+    single: Ints,
+    window: int,
+    rowwise: bool,
+) -> SingleMetadata:
     sizes = reader.layout.sizes
-    seq, pool_rows = batch.seq_lens[single], batch.req_pool_indices[single]
-    width = min(window, int(seq.max()))
+    seq, pool_rows = positions[single] + 1, batch.req_pool_indices[rows[single]]
+    width = window if rowwise else min(window, int(seq.max()))
     past = seq[:, None] - np.arange(width, 0, -1)
     mask = past >= 0
     loc = np.where(mask, reader.swa_loc(pool_rows[:, None], np.maximum(past, 0)), 0)
@@ -197,9 +215,9 @@ def _singles(reader: _Reader, batch: ScheduleBatch, single: Ints, starts: Ints, 
     full = reader.full_loc(pool_rows[:, None], np.minimum(firsts, sizes.context - 1))
     columns = np.arange(-(-n_c128 // C128_PAGE))
     sidecar = reader.tables["sidecar"][pool_rows[:, None] * sizes.sidecar_width + columns]
-    is_all = len(single) == len(batch.seq_lens)
+    is_all = len(single) == len(rows)
     return SingleMetadata(
-        rows=None if is_all else reader.tensor(starts[single]),
+        rows=None if is_all else reader.tensor(single),
         window_loc=reader.tensor(loc),
         window_mask=reader.tensor(mask),
         c4_pages=reader.tensor(np.where(held, full // sizes.page_size, 0)),

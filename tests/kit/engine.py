@@ -31,14 +31,19 @@ def random_ids(n: int, vocab: int, seed: int = 0) -> list[int]:
 def feed_in_chunks(
     model: ps.Model, ids: Sequence[int], chunks: Sequence[int], *, page_size: int = 128, state: Any = None
 ) -> Tensor:
-    """Feed ``ids`` to one request, chunk by chunk; a chunk of 1 is a forced decode. Returns f32[T,V]."""
+    """Feed ``ids`` to one request, chunk by chunk, and return f32[T,V].
+
+    The chunks of 1 at the end are forced decodes; an earlier one is an extend, because a decode would leave a pending
+    token that the next chunk had to feed first.
+    """
+    n_decodes = next((n for n, size in enumerate(reversed(chunks)) if size != 1), len(chunks))
     if state is None:
         state = ps.init_state(model, ps.Capacity(requests=1, tokens=len(ids), context=len(ids)), page_size=page_size)
     state, request_id = ps.open_request(state, GREEDY)
     rows, start = [], 0
-    for size in chunks:
+    for number, size in enumerate(chunks):
         part = list(ids[start : start + size])
-        if size == 1:
+        if number >= len(chunks) - n_decodes:
             state, out = ps.decode_step(model, state, only=[request_id], force={request_id: part[0]})
         else:
             state, out = ps.extend_step(model, state, {request_id: part}, sample=False, logits="all")

@@ -434,6 +434,14 @@ def test_quantised_module_names_are_recognised(tmp_path: Path) -> None:
     assert "_hc.scale" not in text
 
 
+def test_mix_scales_are_no_quantisation(tmp_path: Path) -> None:
+    """The weights called scale of a layer too many are left over, not taken for quantised storage (LOD-03)."""
+    fewer = TINY | {"num_hidden_layers": 3, "compress_ratios": [0, 4, 128]}
+    text = refusal(make(tmp_path / "model", kit.to_transformers_state(TENSORS), config=fewer))
+    assert "left-over tensors" in text
+    assert "quantised storage" not in text
+
+
 def test_lone_scales_are_named(tmp_path: Path) -> None:
     """A plain weight with a scale beside it is refused, and the scale named (LOD-03)."""
     text = refusal(make(tmp_path / "model", TENSORS | {"layers.0.attn.wq_a.scale": torch.ones(1, 1)}))

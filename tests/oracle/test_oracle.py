@@ -408,6 +408,22 @@ def test_replay_reproduces_and_redirects_choices() -> None:
         assert not torch.equal(got[50], own[50])
 
 
+def test_comparable_rows_follow_where_a_choice_can_reach() -> None:
+    """A near tie hides its own row, and outside the last layer all later rows as well."""
+    clear, tie = [1.0, math.inf, 1.0, 1.0], [1.0, 1e-6, 1.0, 1.0]
+
+    def rows(first: list[float], last: list[float]) -> list[bool]:
+        layers = [
+            {"expert_margin": torch.tensor(clear), "entry_margin": torch.tensor(first)},
+            {"expert_margin": torch.tensor(last)},
+        ]
+        return comparable_rows({"layers": layers}).tolist()
+
+    assert rows(clear, clear) == [True] * 4
+    assert rows(clear, tie) == [True, False, True, True]
+    assert rows(tie, clear) == [True, False, False, False]
+
+
 def test_switches_change_what_they_name() -> None:
     """The Hadamard rotation alone changes no score; each rounding and the shared clamp change the logits."""
     config = tiny_config((4, 128), index_topk=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import pickle
 
@@ -117,6 +118,7 @@ def test_params_do_not_follow_the_callers_mapping():
     bias[4] = 9.0
     stops.append(8)
     assert params.logit_bias == ((2, -100.0), (4, 1.0))
+    assert SamplingParams(logit_bias=json.loads(json.dumps(params.logit_bias))).logit_bias == params.logit_bias
     assert params.stop_token_ids == (7,)
     with pytest.raises(attrs.exceptions.FrozenInstanceError):
         params.temperature = 0.5
@@ -221,7 +223,9 @@ def test_history_equals_a_recount(events):
     for kind, chunk, token in events:
         before, frozen = sampling, copy.deepcopy(row_of(sampling, 7))
         if kind == "prompt":
-            sampling = observe_prompt(sampling, 7, chunk)
+            ids = np.array(chunk, np.int64)
+            ids.setflags(write=False)
+            sampling = observe_prompt(sampling, 7, ids)
             prompt += chunk
         elif kind == "output":
             sampling = observe_outputs(sampling, (7,), torch.tensor([token]))
@@ -254,6 +258,20 @@ def test_replacement_needs_a_sampled_token():
         replace_output(opened(1), 1, 0, 1)
 
 
+@pytest.mark.parametrize("params", [PENALTIES, SamplingParams(min_new_tokens=5)])
+def test_resumed_row_goes_on_counting(params):
+    """A row opened with a history continues as the one that was closed."""
+    held = observe_outputs(observe_prompt(opened(1, params=params), 1, [4, 5]), (1,), torch.tensor([3]))
+    history = count_history((4, 5), (3,), vocab_size=VOCAB)
+    resumed = add_row(SamplingState(), 1, params, base_seed=5, vocab_size=VOCAB, history=history)
+    assert row_of(resumed, 1).n_outputs == 1
+    assert row_of(resumed, 1).seed == row_of(held, 1).seed
+    if params.has_penalties:
+        assert_history(row_of(resumed, 1), row_of(held, 1))
+    else:
+        assert row_of(resumed, 1).output_counts is row_of(resumed, 1).prompt_seen is None
+
+
 def test_fork_inherits_everything_unless_told_otherwise():
     """A fork has the parent's parameters, seed and counts; its later life leaves the parent's alone."""
     sampling = observe_outputs(observe_prompt(opened(1), 1, [4, 5]), (1,), torch.tensor([3]))
@@ -273,6 +291,8 @@ def test_fork_takes_the_nearest_seed():
     assert row_of(fork_row(sampling, 1, 2, attrs.evolve(PENALTIES, top_k=3)), 2).seed == parent_seed
     assert row_of(fork_row(sampling, 1, 2, attrs.evolve(PENALTIES, seed=8)), 2).seed == 8
     assert row_of(fork_row(sampling, 1, 2, attrs.evolve(PENALTIES, seed=8), 9), 2).seed == 9
+    seeded = fork_row(opened(1, params=SamplingParams(seed=7)), 1, 2, seed=9)
+    assert row_of(fork_row(seeded, 2, 3), 3).seed == 9
     with pytest.raises(RequestError, match="seed: expected"):
         fork_row(sampling, 1, 2, seed=-1)
 

@@ -1,0 +1,138 @@
+"""Row-independent arithmetic: a row's bits do not depend on which rows it was computed with, or where among them.
+
+Matrix products and reductions choose their order of summation by the shape of the whole call. So every operator that is
+local to a row runs here on tiles of exactly ``ROWS`` rows, padded with zeros, and attention runs over tiles of exactly
+``KEYS`` keys whose partial sums are added one after the other: every call then has one shape, whatever the batch, and a
+tile of masked keys adds exact zeros.
+
+Source: none; the idea is that of batch-invariant kernels, in its plainest form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from . import experts as plain
+from . import indexer
+
+__all__ = ["attend", "by_rows", "experts_sorted", "index_scores"]
+
+ROWS: Final = 16
+"""Rows of every call."""
+
+KEYS: Final = 128
+"""Keys of every attention tile."""
+
+
+def by_rows(operator: Callable[..., Any], n_row_arguments: int) -> Callable[..., Any]:
+    """Make a row-local operator run on tiles of exactly ``ROWS`` rows.
+
+    Args:
+        operator: its first arguments have the rows on axis 0; it returns one such tensor or a tuple of them.
+        n_row_arguments: how many.
+    Returns:
+        A function with the operator's signature.
+    """
+
+    @wraps(operator)
+    def tiled(*args: Any, **options: Any) -> Any:
+        row_args, rest = args[:n_row_arguments], args[n_row_arguments:]
+        n_rows = row_args[0].shape[0]
+        padded = [_padded(arg, ROWS, 0) for arg in row_args]
+        outs = [operator(*tiles, *rest, **options) for tiles in zip(*(arg.split(ROWS) for arg in padded), strict=True)]
+        if not outs:
+            return operator(*args, **options)
+        if isinstance(outs[0], tuple):
+            return tuple(torch.cat(parts)[:n_rows] for parts in zip(*outs, strict=True))
+        return torch.cat(outs)[:n_rows]
+
+    return tiled
+
+
+def _padded(x: Tensor, size: int, axis: int) -> Tensor:
+    """Pad an axis with zeros (False) to a multiple of ``size``."""
+    missing = -x.shape[axis] % size
+    if not missing:
+        return x
+    shape = list(x.shape)
+    shape[axis] = missing
+    return torch.cat((x, x.new_zeros(shape)), dim=axis)
+
+
+_linear = by_rows(F.linear, 1)
+
+
+def _experts_tile(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
+    return plain.run_sorted(x, ids, weights, w13, w2, limit, _linear)
+
+
+_LIBRARY = torch.library.Library("purestep", "FRAGMENT")
+_LIBRARY.define("experts_tiled(Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w2, float limit) -> Tensor")
+_LIBRARY.impl("experts_tiled", _experts_tile, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "purestep::experts_tiled", lambda x, ids, weights, w13, w2, limit: torch.empty_like(x, dtype=torch.float32)
+)
+
+
+def experts_sorted(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
+    """Run the experts that were hit, each on tiles of ``ROWS`` rows; see ``experts.experts_sorted``."""
+    return torch.ops.purestep.experts_tiled(x, ids, weights, w13, w2, limit)
+
+
+def index_scores(q: Tensor, keys: Tensor, weights: Tensor, *, rounding: bool) -> Tensor:
+    """Score entries that every row owns alone, in tiles of rows and keys; see ``indexer.index_scores``.
+
+    Args:
+        q: float[B,1,I,J].
+        keys: float[B,C,J].
+        weights: float[B,1,I].
+        rounding: as there.
+    Returns:
+        f32[B,1,C].
+    """
+    n_keys = keys.shape[1]
+    score = by_rows(indexer.index_scores, 3)
+    tiles = _padded(keys, KEYS, 1).split(KEYS, dim=1)
+    return torch.cat([score(q, tile, weights, rounding=rounding) for tile in tiles], dim=-1)[..., :n_keys]
+
+
+def attend(q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, *, scale: float, rounding: bool) -> Tensor:
+    """Attend over keys that every row owns alone, in tiles of rows and keys; see ``attention.attend``.
+
+    Args:
+        q: float[B,1,N,D].
+        keys: float[B,X,D]. The place of a key on axis X must depend on its row alone.
+        mask: bool[B,1,X].
+        sink: f32[N].
+        scale: of the dot products.
+        rounding: as there.
+    Returns:
+        float[B,1,N,D].
+    """
+    keys, mask = _padded(keys, KEYS, 1), _padded(mask, KEYS, 2)
+    return by_rows(_attend_tile, 3)(q, keys, mask, sink, scale=scale, rounding=rounding)
+
+
+def _attend_tile(q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, *, scale: float, rounding: bool) -> Tensor:
+    wide, tiles = q.squeeze(1).float(), [tile.float() for tile in keys.split(KEYS, dim=1)]
+    scores = [(wide @ tile.transpose(1, 2)) * scale for tile in tiles]
+    scores = [
+        torch.where(seen, score, -torch.inf) for score, seen in zip(scores, mask.split(KEYS, dim=2), strict=True)
+    ]
+    sink = sink.unsqueeze(-1)
+    top = torch.stack([score.amax(-1, keepdim=True) for score in scores]).amax(0).maximum(sink)
+    total = (sink - top).exp()
+    out = torch.zeros_like(wide)
+    for score, tile in zip(scores, tiles, strict=True):
+        part = (score - top).exp()
+        total = total + part.sum(-1, keepdim=True)
+        if rounding:
+            part = part.to(q.dtype).float()
+        out = out + part @ tile
+    return (out / total).to(q.dtype).unsqueeze(1)
