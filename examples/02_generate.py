@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import purestep as ps
 
-PROMPT = "And God said, "
+PROMPT = "And God said,"
 PARAMS = ps.SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_new_tokens=40)
 
 

@@ -16,7 +16,7 @@ from torch.func import grad, jvp, vmap
 from torch.nn import functional as F
 
 TEXTS = ("The LORD is my shepherd; I shall not want.", "In the beginning was the Word, and the Word was with God")
-LENGTH = 16
+LENGTH = 12
 TOLERANCE = 1e-3
 
 

@@ -45,6 +45,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from train_tokenizer import read_text, train_tokenizer
+from training_kernels import TRAINING
 
 CONFIG = Config(
     vocab_size=1536,
@@ -238,7 +239,8 @@ def with_leaves(params: Params, learnt: dict[str, Tensor]) -> Params:
 
 def loss_of(learnt: dict[str, Tensor], model: Model, windows: Tensor) -> Tensor:
     """Compute the mean negative log-likelihood of every next token, in nats."""
-    logits = forward_sequence(attrs.evolve(model, params=with_leaves(model.params, learnt)), windows[:, :-1])
+    model = attrs.evolve(model, params=with_leaves(model.params, learnt))
+    logits = forward_sequence(model, windows[:, :-1], ops=TRAINING)
     return F.cross_entropy(logits.flatten(0, -2), windows[:, 1:].flatten())
 
 

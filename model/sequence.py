@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..ops.compressor import overlap_groups, plain_groups
-from ..ops.dispatch import DIFFERENTIABLE
+from ..ops.dispatch import DIFFERENTIABLE, Ops
 from ..ops.rotary import rotary_factors
 from ..ops.streams import split_streams
 from .attention import (
@@ -101,16 +101,17 @@ def _attention(model: Model, p: AttentionParams, x: Tensor, ratio: int) -> Tenso
     return project_output(model, p, o, factors)
 
 
-def forward_sequence(model: Model, token_ids: Tensor) -> Tensor:
+def forward_sequence(model: Model, token_ids: Tensor, *, ops: Ops = DIFFERENTIABLE) -> Tensor:
     """Compute the logits of every position of whole sequences, differentiably and without a cache.
 
     Args:
-        model: the model; its kernel table is replaced by the differentiable one.
+        model: the model.
         token_ids: i64[...,T]. Leading axes are independent sequences.
+        ops: kernel table used instead of the model's; the default one goes through every ``torch.func`` transform.
     Returns:
         f32[...,T,V].
     """
-    model = attrs.evolve(model, ops=DIFFERENTIABLE)
+    model = attrs.evolve(model, ops=ops)
     params = model.params
     streams = split_streams(F.embedding(token_ids, params.embed), model.config.hc_mult)
     for p, ratio in zip(params.layers, model.config.compress_ratios, strict=True):

@@ -281,7 +281,7 @@ def test_score_counts_exactly_the_bytes_of_the_files(
     texts = {"a.txt": "In the beginning God created\r\nthe heaven.\n", "[b].txt": "\ufeffé✓🙂", "-": "x"}
     for name in ("a.txt", "[b].txt"):
         Path(name).write_bytes(texts[name].encode())
-    base = ("score", *texts, "--model", model_name, "--context", 16, "--json")
+    base = ("score", *texts, "--model", model_name, "--dtype", "float32", "--context", 16, "--json")
     result = run(*base, stdin=texts["-"].encode())
     assert (result.exit_code, result.stderr) == (0, "")
     assert all(name in result.stdout for name in texts)
