@@ -5,6 +5,10 @@ local to a row runs here on tiles of exactly ``ROWS`` rows, padded with zeros, a
 ``KEYS`` keys whose partial sums are added one after the other: every call then has one shape, whatever the batch, and a
 tile of masked keys adds exact zeros.
 
+Measured on CPU: within a tile of 16 rows a matrix product gives a row the same bits at every place, in float32 and
+bfloat16, once its inner width is at least 8 (below, the BLAS takes other paths for the last rows). Every real model has
+wider matrices; a test covers each operator.
+
 Source: none; the idea is that of batch-invariant kernels, in its plainest form.
 """
 

@@ -21,7 +21,7 @@ def run(script: Path, folder: Path, *args: str) -> subprocess.CompletedProcess[s
     command = [sys.executable, str(script), *args]
     environment = os.environ | {"PYTHONIOENCODING": "utf-8"}
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
 
 
