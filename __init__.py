@@ -47,6 +47,8 @@ from .state.sampling import SamplingState as SamplingState
 from .step.commit import commit as commit
 from .step.decode import decode_step as decode_step
 from .step.extend import extend_step as extend_step
+from .step.files import restore_state as restore_state
+from .step.files import save_state as save_state
 from .step.forward_batch import forward_batch as forward_batch
 from .step.generate import generate as generate
 from .step.prepare import prepare_decode as prepare_decode
@@ -97,7 +99,9 @@ __all__ = [
     "prepare_decode",
     "prepare_extend",
     "relay",
+    "restore_state",
     "sample",
+    "save_state",
     "strategies",
 ]
 

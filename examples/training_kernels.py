@@ -1,9 +1,10 @@
 """Operators with hand-written gradients, as another kernel table for the same model.
 
 What the reader learns: a kernel author replaces operators, never the model. Each function here has the name, signature
-and values of the plain operator, and an ``autograd.Function`` that keeps less and computes its gradient in fewer passes;
-``main`` checks values and gradients against the plain ones. They serve reverse-mode gradients only: ``vmap`` and ``jvp``
-need the plain table.
+and values of the plain operator, and an ``autograd.Function`` that keeps less and computes its gradient in fewer
+passes;
+``main`` checks values and gradients against the plain ones. They serve reverse-mode gradients only: ``vmap`` and
+``jvp`` need the plain table.
 """
 
 from __future__ import annotations

@@ -15,7 +15,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..state.errors import ConfigError
-from . import attention, compressor, experts, fused, indexer, invariant, linear, norms, quantize, rotary, router, streams
+from . import (
+    attention,
+    compressor,
+    experts,
+    fused,
+    indexer,
+    invariant,
+    linear,
+    norms,
+    quantize,
+    rotary,
+    router,
+    streams,
+)
 
 __all__ = ["DIFFERENTIABLE", "FUSED", "INVARIANT", "REFERENCE", "Ops", "kernel_table"]
 

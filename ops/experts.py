@@ -1,6 +1,7 @@
 """The gated expert network, and two routes from routed rows to their weighted sum.
 
-``experts_dense`` has static shapes and can be differentiated; ``experts_sorted`` touches only the experts that were hit.
+``experts_dense`` has static shapes and can be differentiated; ``experts_sorted`` touches only the experts that were
+hit.
 
 Source: DeepSeek-V4 ``inference/model.py``, ``Expert`` and ``MoE``; model sheet 2.10, decode-path sheet 6.1-6.2.
 """
@@ -119,8 +120,6 @@ def _experts_fake(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tens
 
 
 _LIBRARY = torch.library.Library("purestep", "DEF")
-_LIBRARY.define(
-    "experts_sorted(Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w2, float limit) -> Tensor"
-)
+_LIBRARY.define("experts_sorted(Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w2, float limit) -> Tensor")
 _LIBRARY.impl("experts_sorted", _experts_sorted, "CompositeExplicitAutograd")
 torch.library.register_fake("purestep::experts_sorted", _experts_fake)

@@ -88,7 +88,9 @@ def mix_weights(
     """Compute the three mixes of one mHC with fewer, in-place operations; see ``streams.mix_weights``."""
     n = streams.shape[-2]
     flat = streams.flatten(1).float()
-    inverse = torch.linalg.vector_norm(flat, dim=-1, keepdim=True).square_().div_(flat.shape[-1]).add_(norm_eps).rsqrt_()
+    inverse = (
+        torch.linalg.vector_norm(flat, dim=-1, keepdim=True).square_().div_(flat.shape[-1]).add_(norm_eps).rsqrt_()
+    )
     mixed = linear(flat, fn).mul_(inverse)
     pre, post, comb = mixed.split((n, n, n * n), dim=-1)
     base_pre, base_post, base_comb = base.split((n, n, n * n))

@@ -126,9 +126,7 @@ def attend(q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, *, scale: float,
 def _attend_tile(q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, *, scale: float, rounding: bool) -> Tensor:
     wide, tiles = q.squeeze(1).float(), [tile.float() for tile in keys.split(KEYS, dim=1)]
     scores = [(wide @ tile.transpose(1, 2)) * scale for tile in tiles]
-    scores = [
-        torch.where(seen, score, -torch.inf) for score, seen in zip(scores, mask.split(KEYS, dim=2), strict=True)
-    ]
+    scores = [torch.where(seen, score, -torch.inf) for score, seen in zip(scores, mask.split(KEYS, dim=2), strict=True)]
     sink = sink.unsqueeze(-1)
     top = torch.stack([score.amax(-1, keepdim=True) for score in scores]).amax(0).maximum(sink)
     total = (sink - top).exp()

@@ -1,6 +1,7 @@
 """Quantise-dequantise through FP8 and FP4, and the Walsh-Hadamard rotation that precedes the latter.
 
-Source: DeepSeek-V4 ``inference/kernel.py`` (``act_quant``, ``fp4_act_quant``, ``hadamard_transform``); model sheet 2.9, 2.12.
+Source: DeepSeek-V4 ``inference/kernel.py`` (``act_quant``, ``fp4_act_quant``, ``hadamard_transform``); model sheet 2.9,
+2.12.
 """
 
 from __future__ import annotations

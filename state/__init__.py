@@ -1,1 +1,1 @@
-"""Immutable values: configuration, batches, caches behind persistent handles, allocation, sampling; errors and invariants."""
+"""Immutable values: configuration, batches, caches behind persistent handles, allocation, sampling, errors."""

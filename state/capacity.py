@@ -9,7 +9,7 @@ import attrs
 
 from .errors import ConfigError
 
-__all__ = ["C128_PAGE", "C128_RATIO", "C4_RATIO", "Capacity", "PoolSizes"]
+__all__ = ["C4_RATIO", "C128_PAGE", "C128_RATIO", "Capacity", "PoolSizes"]
 
 C4_RATIO = 4
 """Tokens per entry of the overlapping compressor; page sizes are multiples of it."""
@@ -85,7 +85,7 @@ class PoolSizes:
         """
         if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1 or page_size % C4_RATIO:
             raise ConfigError(
-                f"page_size: expected a positive multiple of {C4_RATIO} (a page holds whole C4 groups), got {page_size!r}",
+                f"page_size: expected a positive multiple of {C4_RATIO} (whole C4 groups), got {page_size!r}",
                 field="page_size",
                 expected=f"multiple of {C4_RATIO}",
                 got=page_size,

@@ -20,7 +20,7 @@ or sorted, and a shortage changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -157,6 +157,16 @@ class FreeList:
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return _rebuild, (self.pool, self.n_pages, self.fresh, tuple(islice(self, self.n_returned)))
+
+    def to_record(self) -> dict[str, Any]:
+        """Write the list out flat, in numbers and strings, for a file."""
+        names = ("pool", "n_pages", "fresh", "returned")
+        return dict(zip(names, self.__reduce__()[1], strict=True))
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> FreeList:
+        """Read back what ``to_record`` wrote."""
+        return _rebuild(record["pool"], record["n_pages"], record["fresh"], tuple(record["returned"]))
 
 
 def _rebuild(pool: str, n_pages: int, fresh: int, returned: tuple[int, ...]) -> FreeList:

@@ -62,26 +62,27 @@ class RequestTable:
     free_c128_pages: FreeList
 
 
-def init_table(sizes: PoolSizes) -> RequestTable:
+def init_table(sizes: PoolSizes, device: torch.device | None = None) -> RequestTable:
     """Build the empty table.
 
     Args:
         sizes: numbers of pages and rows.
+        device: default the host, where tables live; "meta" for shapes alone.
     Returns:
         A table in which every row and page is free.
     """
-    full_to_swa = torch.zeros((sizes.pages + 1) * sizes.page_size + 1, dtype=torch.int64)
+    full_to_swa = torch.zeros((sizes.pages + 1) * sizes.page_size + 1, dtype=torch.int64, device=device)
     full_to_swa[-1] = -1
     return RequestTable(
         sizes=sizes,
         handle=create_handle(
             {
-                "req_to_token": torch.zeros((sizes.requests + 1) * sizes.context, dtype=torch.int32),
+                "req_to_token": torch.zeros((sizes.requests + 1) * sizes.context, dtype=torch.int32, device=device),
                 "full_to_swa": full_to_swa,
-                "sidecar": torch.zeros((sizes.requests + 1) * sizes.sidecar_width, dtype=torch.int32),
-                "page_refs": torch.zeros(sizes.pages + 1, dtype=torch.int32),
-                "swa_refs": torch.zeros(sizes.swa_pages + 1, dtype=torch.int32),
-                "c128_refs": torch.zeros(sizes.c128_pages + 1, dtype=torch.int32),
+                "sidecar": torch.zeros((sizes.requests + 1) * sizes.sidecar_width, dtype=torch.int32, device=device),
+                "page_refs": torch.zeros(sizes.pages + 1, dtype=torch.int32, device=device),
+                "swa_refs": torch.zeros(sizes.swa_pages + 1, dtype=torch.int32, device=device),
+                "c128_refs": torch.zeros(sizes.c128_pages + 1, dtype=torch.int32, device=device),
             }
         ),
         free_rows=FreeList.full(sizes.requests, "requests"),

@@ -1,8 +1,8 @@
 """Frozen attrs classes that torch sees as pytrees.
 
-``@value`` above ``@attrs.frozen(eq=False, kw_only=True)`` is the one way in which purestep declares a value class: frozen,
-keyword only, compared by identity, and a registered torch pytree whose children are the fields in order. Whatever is not
-a registered class (a tensor, a number, a pool handle) is one opaque leaf.
+``@value`` above ``@attrs.frozen(eq=False, kw_only=True)`` is the one way in which purestep declares a value class:
+frozen, keyword only, compared by identity, and a registered torch pytree whose children are the fields in order.
+Whatever is not a registered class (a tensor, a number, a pool handle) is one opaque leaf.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A step allocates with the old lengths. Full and window pages are taken in lock-s
 C128 slots come from their own pool through the sidecar. Every capacity is tested before the first write.
 
 Source: SGLang 0.5.23 ``mem_cache/allocation.py``, ``hardware_backend/npu/dsv4/dsv4_allocator.py``,
-``managers/schedule_batch.py`` (``maybe_evict_swa``); decode-path sheet 1.3, 1.7, 4.2-4.4. Upstream's decode allocation is
-not transactional; this one is.
+``managers/schedule_batch.py`` (``maybe_evict_swa``); decode-path sheet 1.3, 1.7, 4.2-4.4. Upstream's decode allocation
+is not transactional; this one is.
 """
 
 from __future__ import annotations
@@ -132,9 +132,7 @@ def allocate(table: RequestTable, growths: Sequence[Growth]) -> tuple[RequestTab
         free_c128_pages=free_c128,
     )
     closing = out_full[out_full % C4_RATIO == C4_RATIO - 1] // C4_RATIO
-    return table, CacheLocs(
-        out_full_loc=out_full, out_swa_loc=out_swa, out_c4_loc=closing, out_c128_loc=_joined(c128)
-    )
+    return table, CacheLocs(out_full_loc=out_full, out_swa_loc=out_swa, out_c4_loc=closing, out_c128_loc=_joined(c128))
 
 
 def _joined(parts: Sequence[Ints]) -> Ints:

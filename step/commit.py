@@ -1,7 +1,7 @@
 """The end of a step on the host: record the sampled tokens and see who has finished.
 
-Here the host reads the sampled ids, once. Finish tests in the order of the decode-path sheet 8.4: stop and end ids, then
-length.
+Here the host reads the sampled ids, once. Finish tests in the order of the decode-path sheet 8.4: stop and end ids,
+then length.
 
 Source: SGLang 0.5.23 ``managers/scheduler_components/batch_result_processor.py``; decode-path sheet 8.4.
 """

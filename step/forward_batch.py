@@ -1,7 +1,7 @@
 """From the prepared step to what the model sees.
 
-Source: SGLang 0.5.23 ``model_executor/forward_batch_info.py`` (``ForwardBatch.init_new``); decode-path sheet 2.2, 3. Upstream
-writes two fields back into the schedule batch; nothing is written back here.
+Source: SGLang 0.5.23 ``model_executor/forward_batch_info.py`` (``ForwardBatch.init_new``); decode-path sheet 2.2, 3.
+Upstream writes two fields back into the schedule batch; nothing is written back here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def forward_batch(
     device = state.kv.device
     _, positions = token_positions(batch)
     with read_table(state.table) as tables:
-        metadata = attention_metadata(batch, tables, state.kv.layout, state.config.sliding_window, device, rowwise=rowwise)
+        metadata = attention_metadata(
+            batch, tables, state.kv.layout, state.config.sliding_window, device, rowwise=rowwise
+        )
     pool_rows = torch.from_numpy(batch.req_pool_indices).to(device)
     if batch.input_ids is None:
         input_ids = state.relay.rows("token_ids", pool_rows)

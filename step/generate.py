@@ -57,7 +57,9 @@ def generate_tokens(
         if progress is not None:
             progress(end, len(prompt_ids))
     if out is None:
-        raise RequestError("prompt: expected at least one token, got none", field="prompt", expected=">= 1 token", got=0)
+        raise RequestError(
+            "prompt: expected at least one token, got none", field="prompt", expected=">= 1 token", got=0
+        )
     yield out
     while not out.finished:
         state, out = decode_step(model, state)

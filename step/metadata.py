@@ -1,7 +1,8 @@
 """Index tensors that tell the layers where to read and write, built once per step from the request table.
 
-All arithmetic is numpy on the host, over what the step touches and what its rows may read; the results are copied to the
-model's device once. Every table is bounded by the row's own length: what lies beyond it is the sink with a false mask.
+All arithmetic is numpy on the host, over what the step touches and what its rows may read; the results are copied to
+the model's device once. Every table is bounded by the row's own length: what lies beyond it is the sink with a false
+mask.
 
 Source: SGLang 0.5.23 ``hardware_backend/npu/attention/ascend_dsv4_backend.py``; decode-path sheet 4.3-4.6.
 """

@@ -67,7 +67,7 @@ def prepare_decode(
             state, request = _force(state, request, forced[request_id])
         elif not request.has_pending:
             raise RequestError(
-                f"request {request_id}: expected a pending token to decode, got none; feed it with extend_step or force=",
+                f"request {request_id}: expected a pending token, got none; feed it with extend_step or force=",
                 field="only",
                 expected="a pending token",
                 got=None,

@@ -1,7 +1,7 @@
 """Opening, closing and forking requests, and the empty state.
 
-Source: SGLang 0.5.23 ``mem_cache/common.py``, ``hardware_backend/npu/dsv4/dsv4_req_to_token_pool.py``; decode-path sheet
-1.10, 4.4. Forking has no counterpart upstream.
+Source: SGLang 0.5.23 ``mem_cache/common.py``, ``hardware_backend/npu/dsv4/dsv4_req_to_token_pool.py``; decode-path
+sheet 1.10, 4.4. Forking has no counterpart upstream.
 """
 
 from __future__ import annotations
@@ -239,9 +239,7 @@ def fork_request(
     return state, fork_id
 
 
-def _forked_sampling(
-    state: DecodeState, parent: Request, fork_id: int, params: SamplingParams | None
-) -> SamplingState:
+def _forked_sampling(state: DecodeState, parent: Request, fork_id: int, params: SamplingParams | None) -> SamplingState:
     """Continue the parent's sampling row, counting its tokens where new penalties need it."""
     history = None
     if params is not None:

@@ -21,16 +21,17 @@ SOURCES = sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py
 IDS = [str(path.relative_to(ROOT)) for path in SOURCES]
 
 # The names that scripts outside the repository use; they may grow and never change.
-CONTRACT = """
-    Capacity Model Numerics Parallel PurestepError SamplingParams
-    load_model init_state open_request extend_step decode_step fork_request close_request generate
-    prepare_decode forward_batch forward sample relay commit layer_step forward_sequence
-    invariants strategies
-    CapacityError CheckpointError ConfigError DtypeError RequestError ShapeError StateBusyError
-""".split()
-BESIDES = """
-    Config DecodeState ForwardBatch KVState MHCState SamplingState ScheduleBatch StepOutput prepare_extend
-""".split()
+CONTRACT = [
+    *("Capacity", "Model", "Numerics", "Parallel", "SamplingParams", "load_model", "init_state", "open_request"),
+    *("extend_step", "decode_step", "fork_request", "close_request", "save_state", "restore_state", "generate"),
+    *("prepare_decode", "forward_batch", "forward", "sample", "relay", "commit", "layer_step", "forward_sequence"),
+    *("invariants", "strategies", "PurestepError", "CapacityError", "CheckpointError", "ConfigError", "DtypeError"),
+    *("RequestError", "ShapeError", "StateBusyError"),
+]
+BESIDES = [
+    *("Config", "DecodeState", "ForwardBatch", "KVState", "MHCState", "SamplingState", "ScheduleBatch", "StepOutput"),
+    "prepare_extend",
+]
 
 ROOT_ENTRIES = {
     "pyproject.toml", "README.md", "ARCHITECTURE.md", "CHANGELOG.md", "LICENSE", "__init__.py", "__main__.py",
@@ -41,7 +42,7 @@ THIRD_PARTY = {
     "state": {"torch", "numpy", "attrs"},
     "ops": {"torch", "attrs"},
     "model": {"torch", "numpy", "attrs", "safetensors", "tokenizers"},
-    "step": {"torch", "numpy", "attrs", "tokenizers", "hypothesis"},
+    "step": {"torch", "numpy", "attrs", "safetensors", "tokenizers", "hypothesis"},
     "serving": {"torch", "numpy", "attrs", "tokenizers", "typer", "rich", "click"},
 }
 HOST_READS = {"item", "tolist", "cpu", "numpy", "nonzero"}
@@ -182,7 +183,8 @@ def test_value_classes_are_frozen_and_keyword_only() -> None:
 
     for name in ("DecodeState", "ForwardBatch", "KVState", "MHCState", "StepOutput"):
         cls = getattr(ps, name)
-        assert attrs.has(cls) and cls.__eq__ is object.__eq__
+        assert attrs.has(cls)
+        assert cls.__eq__ is object.__eq__
         assert all(field.kw_only for field in attrs.fields(cls))
         assert cls in pytree.SUPPORTED_NODES
 

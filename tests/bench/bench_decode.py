@@ -1,7 +1,7 @@
 """Decode beside transformers: milliseconds a step, tokens a second, their ratio, and whether the pool's size matters.
 
-    python tests/bench/bench_decode.py --case small --dtype float32 --batch 1 16 --context 128 1024 8192
-    python tests/bench/bench_decode.py --case small --batch 4 --context 1024 --pool-scale 32
+python tests/bench/bench_decode.py --case small --dtype float32 --batch 1 16 --context 128 1024 8192
+python tests/bench/bench_decode.py --case small --batch 4 --context 1024 --pool-scale 32
 """
 
 from __future__ import annotations

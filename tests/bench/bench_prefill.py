@@ -1,7 +1,7 @@
 """Prefill beside transformers: tokens a second in chunks of 1,024, their ratio, and peak memory.
 
-    python tests/bench/bench_prefill.py --case small --dtype float32 --context 128 1024 8192
-    python tests/bench/bench_prefill.py --case small --context 8192 --memory
+python tests/bench/bench_prefill.py --case small --dtype float32 --context 128 1024 8192
+python tests/bench/bench_prefill.py --case small --context 8192 --memory
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, nargs="+", default=[128, 1024, 8192])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--memory", action="store_true", help="also measure peak memory, each engine in its own process")
+    parser.add_argument(
+        "--memory", action="store_true", help="also measure peak memory, each engine in its own process"
+    )
     parser.add_argument("--only", choices=["ours", "peer"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -1,8 +1,9 @@
 """What the benchmarks share: model cases, both engines on the same weights, synthetic contexts, alternating clocks.
 
-The peer is Hugging Face transformers' ``DeepseekV4ForCausalLM`` in its default set-up (eager attention is the only one it
-has). A long context is laid synthetically on both sides, with random values in exactly the shapes that a prefill leaves.
-Ratios come from one process that alternates the two engines, because a shared machine drifts from minute to minute.
+The peer is Hugging Face transformers' ``DeepseekV4ForCausalLM`` in its default set-up (eager attention is the only one
+it has). A long context is laid synthetically on both sides, with random values in exactly the shapes that a prefill
+leaves. Ratios come from one process that alternates the two engines, because a shared machine drifts from minute to
+minute.
 """
 
 from __future__ import annotations

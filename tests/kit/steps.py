@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import attrs
 import purestep as ps
 import torch
+from purestep.state.sampling import observe_outputs
 from torch import Tensor
 
 __all__ = ["ENDLESS", "bookkeep_decode", "bookkeep_extend", "fresh", "ids_of", "recompute", "run_alone"]
@@ -18,7 +20,9 @@ def ids_of(n: int, vocab: int = 32, seed: int = 0) -> list[int]:
     return torch.randint(2, vocab, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def fresh(model: ps.Model, requests: int = 4, *, page_size: int = 8, context: int = 320, **limits: int) -> ps.DecodeState:
+def fresh(
+    model: ps.Model, requests: int = 4, *, page_size: int = 8, context: int = 320, **limits: int
+) -> ps.DecodeState:
     """Build an empty state with room for all requests at full length."""
     capacity = ps.Capacity(requests=requests, tokens=requests * (context + page_size), context=context, **limits)
     return ps.init_state(model, capacity, page_size=page_size)
@@ -32,19 +36,13 @@ def recompute(model: ps.Model, ids: Sequence[int]) -> Tensor:
 
 def _commit(state: ps.DecodeState, batch: ps.ScheduleBatch) -> ps.DecodeState:
     ids = torch.full((len(batch.request_ids),), 5)
-    rows = [
-        row if row.request_id not in batch.request_ids else type(row)(**{**_fields(row), "n_outputs": row.n_outputs + 1})
-        for row in state.sampling.rows
-    ]
-    state = type(state)(**{**_fields(state), "sampling": ps.SamplingState(rows=tuple(rows))})
+    state = attrs.evolve(state, sampling=observe_outputs(state.sampling, batch.request_ids, ids))
     return ps.commit(ps.relay(state, batch, ids), ids)[0]
 
 
-def _fields(value: object) -> dict[str, object]:
-    return {name: getattr(value, name) for name in type(value).__annotations__}
-
-
-def bookkeep_extend(state: ps.DecodeState, tokens: Mapping[int, Sequence[int]]) -> tuple[ps.DecodeState, ps.ScheduleBatch]:
+def bookkeep_extend(
+    state: ps.DecodeState, tokens: Mapping[int, Sequence[int]]
+) -> tuple[ps.DecodeState, ps.ScheduleBatch]:
     """Make an extend step without its forward: every row samples token 5."""
     state, batch = ps.prepare_extend(state, tokens)
     return _commit(state, batch), batch

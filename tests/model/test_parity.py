@@ -93,7 +93,9 @@ def test_ragged_rows_in_changing_order() -> None:
     for step in range(30):
         order = torch.randperm(5, generator=generator).tolist()[: 2 + step % 4]
         order = list(range(5)) if step % 5 == 0 else order
-        fed = {requests[i]: ids[i][len(_tokens(state, requests[i]))] for i in order if _left(state, requests[i], ids[i])}
+        fed = {
+            requests[i]: ids[i][len(_tokens(state, requests[i]))] for i in order if _left(state, requests[i], ids[i])
+        }
         if not fed:
             continue
         state, out = ps.decode_step(model, state, only=list(fed), force=fed)
@@ -114,10 +116,13 @@ def _left(state: ps.DecodeState, request: int, ids: list[int]) -> bool:
 
 def test_bfloat16_follows_float32() -> None:
     """A bfloat16 model with official roundings stays close to the float32 oracle of the same weights."""
-    config = tiny_config(ratios=(0, 4, 128), index_topk=512, head_dim=80, rope_dim=16, torch_dtype="bfloat16", index_dim=32)
+    config = tiny_config(
+        ratios=(0, 4, 128), index_topk=512, head_dim=80, rope_dim=16, torch_dtype="bfloat16", index_dim=32
+    )
     tensors = random_tensors(config, seed=2, storage=torch.bfloat16)
     model = engine_model(config, tensors)
-    assert model.dtype is torch.bfloat16 and model.numerics == ps.Numerics.official()
+    assert model.dtype is torch.bfloat16
+    assert model.numerics == ps.Numerics.official()
     ids = random_ids(140, config["vocab_size"])
     got = feed_in_chunks(model, ids, [100] + [1] * 40)
     expected = oracle_logits(config, tensors, ids, kv_qdq=True, indexer_hadamard=True, indexer_qdq=True)

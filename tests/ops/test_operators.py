@@ -1,4 +1,4 @@
-"""Every operator against the plain oracle and the published numbers; fused and row-independent versions against plain."""
+"""Every operator against the plain oracle and the published numbers; every kernel table against the plain one."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ def test_mhc_matches_the_published_numbers() -> None:
     fn[:, 0] = m / 8**0.5
     state = torch.zeros(1, 4, 2)
     state[0, 0, 0] = 8**0.5
-    pre, post, _ = streams.mix_weights(
-        state, fn, torch.zeros(24), torch.ones(3), n_iters=20, eps=1e-6, norm_eps=0.0
-    )
+    pre, post, _ = streams.mix_weights(state, fn, torch.zeros(24), torch.ones(3), n_iters=20, eps=1e-6, norm_eps=0.0)
     torch.testing.assert_close(pre[0], torch.tensor([0.5744435, 0.3318132, 0.7502611, 0.5498350]), atol=1e-6, rtol=0)
     torch.testing.assert_close(post[0], torch.tensor([0.5378829, 1.2449187, 1.0, 1.7615941]), atol=1e-6, rtol=0)
 
@@ -170,7 +168,7 @@ def test_index_scores_clip_every_head(seed: int, rows: int, n: int) -> None:
 @pytest.mark.parametrize("ops", [REFERENCE, FUSED], ids=lambda ops: ops.name)
 @given(n=st.integers(0, 40), count=st.integers(1, 12), seed=st.integers(0, 99), levels=st.integers(1, 5))
 def test_picks(ops: Ops, n: int, count: int, seed: int, levels: int) -> None:
-    """Picks are the best visible entries, the lowest index winning every tie, always ``count`` wide, -1 where missing."""
+    """Picks are the best visible entries, lowest index first on a tie, always ``count`` wide, -1 where missing."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randint(-levels, levels, (3, n), generator=generator) / 2 * torch.tensor([1.0, -0.0, 0.5])[:, None]
     visible = torch.randint(0, n + 1, (3,), generator=generator)
@@ -226,7 +224,9 @@ def test_expert_routes_agree(seed: int, n_rows: int, chosen: int) -> None:
     for ops in (REFERENCE, FUSED, INVARIANT, DIFFERENTIABLE):
         torch.testing.assert_close(ops.experts(x, ids, weights, w13, w2, 0.6), expected, atol=1e-4, rtol=1e-4)
     shared = experts.expert(x, w13[0], w2[0], None)
-    torch.testing.assert_close(shared, plain.clamped_swiglu(x, w13[0, :5], w2[0], w13[0, 5:], None), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        shared, plain.clamped_swiglu(x, w13[0, :5], w2[0], w13[0, 5:], None), atol=1e-4, rtol=1e-4
+    )
 
 
 def _arguments(seed: int, n: int) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -244,7 +244,10 @@ def _arguments(seed: int, n: int) -> dict[str, tuple[tuple[Any, ...], dict[str, 
         "mix_weights": ((draw(seed, n, 4, 16), draw(1, 24, 64), draw(2, 24), draw(3, 3)), mhc),
         "join_streams": ((draw(seed, n, 4, 16), draw(1, n, 4)), {}),
         "update_streams": ((draw(seed, n, 4, 16), draw(1, n, 16), draw(2, n, 4), draw(3, n, 4, 4)), {}),
-        "head_weights": ((draw(seed, n, 4, 16), draw(1, 4, 64), draw(2, 4), draw(3, 1)), {"eps": 1e-6, "norm_eps": 1e-6}),
+        "head_weights": (
+            (draw(seed, n, 4, 16), draw(1, 4, 64), draw(2, 4), draw(3, 1)),
+            {"eps": 1e-6, "norm_eps": 1e-6},
+        ),
         "pool_group": ((draw(seed, n, 8, 16), draw(1, n, 8, 16)), {}),
         "index_scores": ((draw(seed, n, 1, 4, 8), draw(1, n, 150, 8), draw(2, n, 1, 4)), {"rounding": False}),
         "pick_entries": ((draw(seed, n, 20), torch.arange(n), 7), {}),
@@ -290,7 +293,7 @@ def test_invariant_operators_see_one_row(name: str, seed: int, n: int, place: in
     many, _ = _arguments(mates, n)[name]
     joined = []
     for one, all_rows in zip(alone, many, strict=True):
-        if not isinstance(one, Tensor) or one.shape == all_rows.shape and n > 1:
+        if not isinstance(one, Tensor) or (one.shape == all_rows.shape and n > 1):
             joined.append(one)  # a weight: the same for every row
             continue
         row_wise = all_rows.clone()

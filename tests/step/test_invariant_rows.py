@@ -32,7 +32,7 @@ def solo() -> dict[str, list[torch.Tensor]]:
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_company_and_chunks_change_no_bit(dtype: str, solo: dict[str, list[torch.Tensor]], data: st.DataObject) -> None:
-    """Any mates, row places, chunk borders and page sizes leave every row's logits equal to the solo run, bit for bit."""
+    """Mates, row places, chunk borders and page sizes leave every row's logits equal to the solo run, bit for bit."""
     model = MODELS[dtype]
     n_rows = data.draw(st.integers(1, 4))
     page_size = data.draw(st.sampled_from([4, 12, 32, 128]))
@@ -47,7 +47,9 @@ def test_company_and_chunks_change_no_bit(dtype: str, solo: dict[str, list[torch
         if not rows:
             break
         if turn > 2:
-            state, out = ps.decode_step(model, state, only=rows, force={r: IDS[requests.index(r)][fed[r]] for r in rows})
+            state, out = ps.decode_step(
+                model, state, only=rows, force={r: IDS[requests.index(r)][fed[r]] for r in rows}
+            )
             sizes = dict.fromkeys(rows, 1)
         else:  # a decode leaves a pending token behind, so chunks come first
             sizes = {r: min(data.draw(st.sampled_from([1, 2, 3, 17, 40, 129])), N - fed[r]) for r in rows}
