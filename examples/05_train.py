@@ -32,7 +32,7 @@ from purestep import (
     init_state,
     open_request,
 )
-from purestep.model.checkpoint import write_checkpoint
+from purestep.model.checkpoint import read_checkpoint, write_checkpoint
 from purestep.model.initial import init_params
 from purestep.model.params import LayerParams, Params
 from purestep.ops.dispatch import REFERENCE
@@ -68,6 +68,8 @@ CONFIG = Config(
     num_hash_layers=1,
     rope_scaling=RopeScaling(factor=4.0, original_max_position_embeddings=1024),
     max_position_embeddings=4096,
+    # It learns in float32 and is stored in bfloat16; this is what it runs in unless told otherwise.
+    torch_dtype="float32",
 )
 
 STEP_TOKENS = 2048
@@ -79,9 +81,11 @@ LEARNING_RATE, WARMUP, CLIP, WEIGHT_DECAY = 6e-3, 0.03, 1.0, 0.1
 MOMENTUM, BETAS, EPS = 0.95, (0.9, 0.98), 1e-10
 BALANCE_EVERY, BALANCE_STEP = 10, 0.01
 SAVE_SECONDS = 240
+RESUMED_PART = 0.7
+"""Where in the schedule a run from a finished checkpoint begins: small steps, long windows."""
 
-QUICK_STEPS, QUICK_BYTES = 50, 4000
-"""A run shorter than this is for looking; it is measured on the beginning of the held-out text only."""
+QUICK_STEPS, QUICK_TEXT, QUICK_BYTES = 50, 200_000, 4000
+"""A run shorter than this is for looking; it reads and measures only the beginnings of the texts."""
 
 
 # Text -----------------------------------------------------------------------------------------------------------------
@@ -330,13 +334,14 @@ def train(model: Model, tokenizer: Tokenizer, text: str, options: argparse.Names
     rng = np.random.default_rng(options.seed)
     state = init_optimizer(learnt_leaves(model.params))
     gradient = torch.func.grad_and_value(loss_of)
-    if options.compile:
-        gradient = torch.compile(gradient, dynamic=False)
     losses: list[float] = []
     begin = saved = time.monotonic()
 
+    first = RESUMED_PART if options.start else 0.0
+
     def part_done() -> float:
-        return len(losses) / options.steps if options.steps else (time.monotonic() - begin) / (60 * options.minutes)
+        done = len(losses) / options.steps if options.steps else (time.monotonic() - begin) / (60 * options.minutes)
+        return first + (1 - first) * done
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(elapsed_when_finished=True))
     with Progress(*columns) as progress:
@@ -368,8 +373,8 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, help="train so many steps, repeatably, instead of by time")
     parser.add_argument("--minutes", type=float, default=30.0, help="train for so long (default: 30)")
+    parser.add_argument("--start", type=Path, help="go on from this checkpoint over the end of the schedule")
     parser.add_argument("--out", type=Path, help="folder to write the checkpoint to; without it nothing is written")
-    parser.add_argument("--compile", action="store_true", help="compile the gradient: minutes first, faster then")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -378,14 +383,17 @@ def main() -> None:
     """Train tokenizer and model, measure on the held-out books, write."""
     options = parse_options()
     text, heldout = read_text("kjv-train.txt.xz"), read_text("kjv-heldout.txt")
+    if options.steps and options.steps < QUICK_STEPS:
+        text, heldout = text[:QUICK_TEXT], heldout[:QUICK_BYTES]
     tokenizer = train_tokenizer(text, CONFIG.vocab_size)
-    params = init_params(CONFIG, torch.Generator().manual_seed(options.seed), torch.float32)
+    if options.start:
+        params = read_checkpoint(options.start, dtype=torch.float32)[1]
+    else:
+        params = init_params(CONFIG, torch.Generator().manual_seed(options.seed), torch.float32)
     model = Model(config=CONFIG, params=params, numerics=Numerics.plain(), ops=REFERENCE, dtype=torch.float32)
     params, losses = train(model, tokenizer, text, options)
     if options.out:
         save(options.out, params, tokenizer, losses)
-    if options.steps and options.steps < QUICK_STEPS:
-        heldout = heldout[:QUICK_BYTES]
     ids = [CONFIG.bos_token_id, *tokenizer.encode(heldout).ids]
     bits = bits_per_byte(attrs.evolve(model, params=params), ids, len(heldout.encode()))
     print(f"{len(losses)} steps, {len(losses) * STEP_TOKENS} tokens: {bits:.3f} bits a byte on text never trained on")

@@ -12,7 +12,6 @@ from typing import Final
 
 import attrs
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..state.errors import ConfigError
 from . import (
@@ -66,7 +65,7 @@ class Ops:
 
 REFERENCE: Final = Ops(
     name="reference",
-    linear=F.linear,
+    linear=linear.linear,
     grouped_linear=linear.grouped_linear,
     rms_norm=norms.rms_norm,
     normalize_query=norms.normalize_query,

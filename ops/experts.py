@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .linear import linear
+
 __all__ = ["expert", "experts_dense", "experts_sorted", "gate_up", "run_sorted"]
 
 
@@ -46,7 +48,7 @@ def expert(x: Tensor, w13: Tensor, w2: Tensor, limit: float | None) -> Tensor:
     Returns:
         float[...,H] in the dtype of ``x``.
     """
-    return F.linear(gate_up(F.linear(x, w13), limit).to(x.dtype), w2)
+    return linear(gate_up(linear(x, w13), limit).to(x.dtype), w2)
 
 
 def experts_dense(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
@@ -64,9 +66,9 @@ def experts_dense(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tens
     """
     n_experts = w13.shape[0]
     table = torch.zeros((*ids.shape[:-1], n_experts), dtype=torch.float32, device=x.device).scatter(-1, ids, weights)
-    hidden = gate_up(F.linear(x, w13.flatten(0, 1)).unflatten(-1, (n_experts, -1)), limit)
+    hidden = gate_up(linear(x, w13.flatten(0, 1)).unflatten(-1, (n_experts, -1)), limit)
     routed = (hidden * table.unsqueeze(-1)).to(x.dtype)
-    return F.linear(routed.flatten(-2), w2.movedim(0, 1).flatten(1)).float()
+    return linear(routed.flatten(-2), w2.movedim(0, 1).flatten(1)).float()
 
 
 def experts_sorted(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
@@ -89,7 +91,7 @@ def experts_sorted(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Ten
 
 
 def run_sorted(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float, linear: Callable[..., Tensor]
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float, multiply: Callable[..., Tensor]
 ) -> Tensor:
     """Do the work of ``experts_sorted`` with a given matrix product.
 
@@ -103,16 +105,16 @@ def run_sorted(
     counts = torch.bincount(ids.flatten(), minlength=w13.shape[0]).tolist()
     hit = [(e, n) for e, n in enumerate(counts) if n]
     rows = x.index_select(0, order // n_chosen).split([n for _, n in hit])
-    hidden = torch.cat([linear(part, w13[e]) for (e, _), part in zip(hit, rows, strict=True)])
+    hidden = torch.cat([multiply(part, w13[e]) for (e, _), part in zip(hit, rows, strict=True)])
     hidden = (gate_up(hidden, limit) * weights.flatten().index_select(0, order).unsqueeze(-1)).to(x.dtype)
     parts = hidden.split([n for _, n in hit])
-    out = torch.cat([linear(part, w2[e]) for (e, _), part in zip(hit, parts, strict=True)])
+    out = torch.cat([multiply(part, w2[e]) for (e, _), part in zip(hit, parts, strict=True)])
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     return out.index_select(0, place).unflatten(0, (n_rows, n_chosen)).sum(1, dtype=torch.float32)
 
 
 def _experts_sorted(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
-    return run_sorted(x, ids, weights, w13, w2, limit, F.linear)
+    return run_sorted(x, ids, weights, w13, w2, limit, linear)
 
 
 def _experts_fake(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:

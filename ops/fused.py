@@ -30,9 +30,10 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
     Returns:
         float[...,F].
     """
-    if x.dtype is torch.float32 and 0 < x.numel() <= THIN_ROWS * x.shape[-1]:
-        return torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
-    return F.linear(x, w)
+    wide = x.to(w.dtype)
+    if w.dtype is torch.float32 and 0 < x.numel() <= THIN_ROWS * x.shape[-1]:
+        return torch.ops.mkldnn._linear_pointwise(wide, w, None, "none", [], "").to(x.dtype)
+    return F.linear(wide, w).to(x.dtype)
 
 
 def expert(x: Tensor, w13: Tensor, w2: Tensor, limit: float | None) -> Tensor:

@@ -20,10 +20,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from . import experts as plain
 from . import indexer
+from .linear import linear
 
 __all__ = ["attend", "by_rows", "experts_sorted", "index_scores"]
 
@@ -69,7 +69,7 @@ def _padded(x: Tensor, size: int, axis: int) -> Tensor:
     return torch.cat((x, x.new_zeros(shape)), dim=axis)
 
 
-_linear = by_rows(F.linear, 1)
+_linear = by_rows(linear, 1)
 
 
 def _experts_tile(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:

@@ -96,7 +96,9 @@ def run(cases, order=None):
     for request_id, case in cases.items():
         sampling = open_row(sampling, request_id, case.params, case.prompt, case.output)
     order = tuple(cases) if order is None else tuple(order)
-    mask = {request_id: pack(cases[request_id].allowed) for request_id in order if cases[request_id].allowed}
+    # Not in the rows' order: a mask belongs to its request, wherever it stands in the mapping.
+    masked = [request_id for request_id in reversed(order) if cases[request_id].allowed]
+    mask = {request_id: pack(cases[request_id].allowed) for request_id in masked}
     logits = torch.tensor([cases[request_id].logits for request_id in order])
     positions = torch.tensor([cases[request_id].position for request_id in order])
     after, ids = sample(logits, sampling, order, positions, stop_token_ids=EOS, mask=mask)

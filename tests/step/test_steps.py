@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.models import VOCAB, tiny_model
 from kit.steps import ENDLESS, bookkeep_decode, bookkeep_extend, fresh, ids_of
+from purestep.model.forward import embed_tokens
+from purestep.model.layer import head_logits
 from purestep.state.kv import KVLayout
 from purestep.state.table import write_table
 from purestep.step.allocate import eviction_end
@@ -146,7 +148,7 @@ def test_c128_table() -> None:
     found = {}
     for seq in (127, 128, 256, 2048, 2176):
         n = seq - 1 - state.requests[0].kv_len
-        state, _ = fill(state, 0, n)
+        state = fill(state, 0, n)[0] if n else state
         if seq == 2176:
             for other in range(1, 6):
                 state, _ = fill(state, other, 128)
@@ -283,7 +285,7 @@ def test_step_commutes_with_row_order(data: st.DataObject) -> None:
 
 
 def test_step_is_its_pieces() -> None:
-    """``decode_step`` is prepare, forward_batch, forward, sample, relay, commit; ``forward`` is its layers. Same bits."""
+    """A decode step is prepare, forward_batch, forward, sample, relay, commit, and a forward its layers, to the bit."""
     state = opened(fresh(MODEL), 2, ps.SamplingParams(seed=1, ignore_eos=True))
     state, _ = ps.extend_step(MODEL, state, {0: ids_of(30), 1: ids_of(7)})
     whole, out = ps.decode_step(MODEL, state)
@@ -293,6 +295,11 @@ def test_step_is_its_pieces() -> None:
     sampling, ids = ps.sample(logits, now.sampling, batch.request_ids, view.positions, stop_token_ids=(1,))
     now = ps.relay(attrs.evolve(now, kv=kv, sampling=sampling), batch, ids)
     now, finished = ps.commit(now, ids)
+    mhc, layered = embed_tokens(MODEL, view), ps.prepare_decode(state)[0].kv
+    for layer in range(MODEL.config.num_hidden_layers):
+        mhc, layered = ps.layer_step(MODEL, layer, mhc, layered, view)
+    assert torch.equal(head_logits(MODEL, mhc.streams), logits)
+    assert inv.digest(attrs.evolve(now, kv=layered)) == inv.digest(whole)
     assert torch.equal(logits, out.logits)
     assert (tuple(ids.tolist()), finished) == (out.next_token_ids, dict(out.finished))
     assert inv.digest(now) == inv.digest(whole)
