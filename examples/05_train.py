@@ -6,7 +6,10 @@ by Muon and the rest by AdamW, experts are balanced without an extra loss, and s
 all as V4 was trained.
 
     python examples/05_train.py --steps 5                      # a look, under twenty seconds, writes nothing
-    python examples/05_train.py --minutes 30 --out tiny        # then: purestep.load_model("tiny")
+    python examples/05_train.py --minutes 28 --out first       # then: purestep.load_model("first")
+    python examples/05_train.py --minutes 8 --seed 1 --start first --out tiny
+
+The embedded checkpoint came from the last two lines; its loss is drawn in ``examples/data/loss.png``.
 """
 
 from __future__ import annotations
@@ -241,6 +244,11 @@ def with_leaves(params: Params, learnt: dict[str, Tensor]) -> Params:
     return pytree.tree_map_with_path(lambda path, leaf: learnt.get(pytree.keystr(path), leaf), params)
 
 
+def average(one: Params, other: Params) -> Params:
+    """Take the mean of two runs that share a beginning: it predicts new text better than either end."""
+    return pytree.tree_map(lambda a, b: (a + b) / 2 if a is not None and a.is_floating_point() else a, one, other)
+
+
 def loss_of(learnt: dict[str, Tensor], model: Model, windows: Tensor) -> Tensor:
     """Compute the mean negative log-likelihood of every next token, in nats."""
     model = attrs.evolve(model, params=with_leaves(model.params, learnt))
@@ -373,7 +381,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, help="train so many steps, repeatably, instead of by time")
     parser.add_argument("--minutes", type=float, default=30.0, help="train for so long (default: 30)")
-    parser.add_argument("--start", type=Path, help="go on from this checkpoint over the end of the schedule")
+    parser.add_argument("--start", type=Path, help="go on from this checkpoint and average with it")
     parser.add_argument("--out", type=Path, help="folder to write the checkpoint to; without it nothing is written")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -392,6 +400,8 @@ def main() -> None:
         params = init_params(CONFIG, torch.Generator().manual_seed(options.seed), torch.float32)
     model = Model(config=CONFIG, params=params, numerics=Numerics.plain(), ops=REFERENCE, dtype=torch.float32)
     params, losses = train(model, tokenizer, text, options)
+    if options.start:
+        params = average(params, model.params)
     if options.out:
         save(options.out, params, tokenizer, losses)
     ids = [CONFIG.bos_token_id, *tokenizer.encode(heldout).ids]

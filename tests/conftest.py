@@ -9,13 +9,8 @@ from hypothesis import HealthCheck, settings
 # Machines with other work to do are slow now and then; a deadline would only measure that.
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
+settings.register_profile("fast", deadline=None, derandomize="CI" in os.environ, suppress_health_check=_SLOW)
 settings.register_profile(
-    "fast",
-    deadline=None,
-    derandomize="CI" in os.environ,
-    max_examples=25,
-    stateful_step_count=15,
-    suppress_health_check=_SLOW,
+    "deep", settings.get_profile("fast"), derandomize=False, max_examples=1000, stateful_step_count=80
 )
-settings.register_profile("deep", deadline=None, max_examples=500, stateful_step_count=60, suppress_health_check=_SLOW)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))

@@ -7,12 +7,18 @@ from collections.abc import Mapping, Sequence
 import attrs
 import purestep as ps
 import torch
+from hypothesis import settings
 from purestep.state.sampling import observe_outputs
 from torch import Tensor
 
-__all__ = ["ENDLESS", "bookkeep_decode", "bookkeep_extend", "fresh", "ids_of", "recompute", "run_alone"]
+__all__ = ["ENDLESS", "bookkeep_decode", "bookkeep_extend", "examples", "fresh", "ids_of", "recompute", "run_alone"]
 
 ENDLESS = ps.SamplingParams(temperature=0, ignore_eos=True)
+
+
+def examples(count: int) -> settings:
+    """Ask for so many examples in the fast profile, and for ten times as many in the deep one."""
+    return settings(max_examples=max(1, count * settings().max_examples // 100))
 
 
 def ids_of(n: int, vocab: int = 32, seed: int = 0) -> list[int]:

@@ -11,9 +11,9 @@ import numpy as np
 import purestep as ps
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from kit.models import VOCAB, tiny_model
-from kit.steps import ENDLESS, fresh, ids_of
+from kit.steps import ENDLESS, examples, fresh, ids_of
 from purestep.state.pages import FreeList
 from purestep.state.table import write_table
 
@@ -180,7 +180,7 @@ def test_good_state_passes() -> None:
     assert inv.check(scene()) == ()
 
 
-@settings(max_examples=8)
+@examples(8)
 @given(state=ps.strategies.states(MODEL, max_operations=6))
 def test_reachable_states_pass(state: ps.DecodeState) -> None:
     """Nothing is found in any state that operations lead to."""

@@ -12,10 +12,10 @@ import attrs
 import purestep as ps
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kit.models import VOCAB, tiny_model
-from kit.steps import ENDLESS, bookkeep_decode, bookkeep_extend, fresh, ids_of, recompute, run_alone
+from kit.steps import ENDLESS, bookkeep_decode, bookkeep_extend, examples, fresh, ids_of, recompute, run_alone
 from torch import Tensor
 
 inv = ps.invariants
@@ -44,7 +44,7 @@ def prompts(longest: int = 40) -> st.SearchStrategy[tuple[int, ...]]:
 # Compressor state and group borders.
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(n=st.integers(1, 9) | st.integers(1, 40), page_size=ps.strategies.page_sizes(), seed=st.integers(0, 9))
 def test_first_entries(n: int, page_size: int, seed: int) -> None:
     """CMP-01: prompts around the first group borders give the logits of a full recompute."""
@@ -54,7 +54,7 @@ def test_first_entries(n: int, page_size: int, seed: int) -> None:
     close(out.logits, recompute(C4, ids))
 
 
-@settings(max_examples=5)
+@examples(5)
 @given(first=prompts(300), short=st.sampled_from((1, 3, 100, 127)), seed=st.integers(0, 9))
 def test_recycled_row_remembers_nothing(first: tuple[int, ...], short: int, seed: int) -> None:
     """CMP-03, BAT-03: a request on a used row and used pages equals one in a fresh state, bit for bit."""
@@ -89,7 +89,7 @@ def test_decode_closes_groups() -> None:
     close(torch.cat(rows), recompute(MODEL, ids))
 
 
-@settings(max_examples=4)
+@examples(4)
 @given(data=st.data())
 def test_rows_may_be_shuffled(data: st.DataObject) -> None:
     """CMP-07: rows in a new order every step, one request leaving and one joining: tokens equal the solo runs."""
@@ -114,7 +114,7 @@ def test_rows_may_be_shuffled(data: st.DataObject) -> None:
         assert tokens == alone
 
 
-@settings(max_examples=4)
+@examples(4)
 @given(lengths=st.lists(st.sampled_from((1, 3, 5, 9, 14, 129, 130)), min_size=2, max_size=4), seed=st.integers(0, 9))
 def test_ragged_batch(lengths: list[int], seed: int) -> None:
     """CMP-09, BAT-07: prompts of any lengths together equal each of them alone, through prefill and decode."""
@@ -141,7 +141,7 @@ def test_nothing_is_padded_with_a_token() -> None:
     assert torch.equal(out.logits, clean.logits)
 
 
-@settings(max_examples=4)
+@examples(4)
 @given(one=st.integers(127, 133), other=st.integers(127, 133), page_size=st.sampled_from((4, 32, 128)))
 def test_requests_are_not_one_stream(one: int, other: int, page_size: int) -> None:
     """CMP-11: two prompts of about a group of 128 packed in one prefill equal separate prefills, entries included."""
@@ -205,7 +205,7 @@ def test_window_seam(n: int, page_size: int) -> None:
     assert seen[-1] == batch.out_cache_loc_dsv4.out_swa_loc[0]
 
 
-@settings(max_examples=5)
+@examples(5)
 @given(
     cuts=st.sets(st.sampled_from((126, 127, 128, 129, 254, 255, 256, 257)), max_size=4),
     window=st.sampled_from((5, 8, 128)),
@@ -258,7 +258,7 @@ def poisoned(state: ps.DecodeState) -> ps.DecodeState:
     return attrs.evolve(state, kv=attrs.evolve(state.kv, handle=write.handle))
 
 
-@settings(max_examples=4)
+@examples(4)
 @given(texts=st.lists(prompts(140), min_size=2, max_size=4), page_size=st.sampled_from((8, 128)))
 def test_sink_may_hold_poison(texts: list[tuple[int, ...]], page_size: int) -> None:
     """BAT-01: with NaN in every sink page, ragged prefills and decodes are finite and the same to the bit."""
@@ -273,7 +273,7 @@ def test_sink_may_hold_poison(texts: list[tuple[int, ...]], page_size: int) -> N
         dirty, other = ps.decode_step(MODEL, dirty)
 
 
-@settings(max_examples=3)
+@examples(3)
 @given(data=st.data(), mates=st.sampled_from((1, 3, 7)))
 def test_company_does_not_matter(data: st.DataObject, mates: int) -> None:
     """BAT-05: a request in a batch of 2, 4 or 8, at any place, has the logits that it has alone, within rounding."""
@@ -288,7 +288,7 @@ def test_company_does_not_matter(data: st.DataObject, mates: int) -> None:
     close(torch.stack(rows), run_alone(MODEL, texts[place], 3)[1])
 
 
-@settings(max_examples=3)
+@examples(3)
 @given(text=prompts(20), seed=st.integers(0, 2**63))
 def test_limits_cut_one_text(text: tuple[int, ...], seed: int) -> None:
     """BAT-12: with 1 to 5 new tokens allowed, a request says that many first words of the same text, and ends."""
@@ -303,7 +303,7 @@ def test_limits_cut_one_text(text: tuple[int, ...], seed: int) -> None:
 # Allocation.
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(data=st.data(), page_size=st.sampled_from((4, 32, 128)))
 def test_pages_are_conserved(data: st.DataObject, page_size: int) -> None:
     """KVA-01: free + used = total in every pool after every admission, append, eviction, fork and close."""
@@ -335,7 +335,7 @@ def test_pages_are_conserved(data: st.DataObject, page_size: int) -> None:
 
 
 @given(n=st.integers(65, 200))
-@settings(max_examples=5)
+@examples(5)
 def test_impossible_prompt_is_refused(n: int) -> None:
     """KVA-03: a prompt larger than the whole pool is an immediate error that names the pool; the next one is served."""
     state = opened(ps.init_state(MODEL, ps.Capacity(2, 64, 256), page_size=8), 2)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import purestep as ps
 from kit.models import tiny_model
+from kit.steps import examples
 
 
 class Machine(ps.strategies.DecodeMachine):
-    """Steps tiny models with every mix of layer kinds and three windows."""
+    """Steps tiny models with every mix of layer kinds and four windows."""
 
     models = (
         tiny_model((0, 4, 128), window=8),
@@ -18,3 +19,4 @@ class Machine(ps.strategies.DecodeMachine):
 
 
 TestMachine = Machine.TestCase
+TestMachine.settings = examples(60)

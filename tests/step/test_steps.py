@@ -11,10 +11,10 @@ import numpy as np
 import purestep as ps
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kit.models import VOCAB, tiny_model
-from kit.steps import ENDLESS, bookkeep_decode, bookkeep_extend, fresh, ids_of
+from kit.steps import ENDLESS, bookkeep_decode, bookkeep_extend, examples, fresh, ids_of
 from purestep.model.forward import embed_tokens
 from purestep.model.layer import head_logits
 from purestep.state.kv import KVLayout
@@ -107,7 +107,7 @@ def test_eviction_of_prompt_300() -> None:
     assert eviction_trace(state, 230) == [(301, 0, 128), (384, 128, 256), (512, 256, 384)]
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     prompt=st.integers(1, 90),
     steps=st.integers(1, 60),
@@ -246,7 +246,7 @@ def test_first_c4_group_reads_dummy() -> None:
 # Decode and extend are one thing; rows are independent of their order.
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(state=ps.strategies.states(MODEL, longest=20), data=st.data())
 def test_decode_prepares_like_extend(state: ps.DecodeState, data: st.DataObject) -> None:
     """A17: preparing a decode is preparing an extend by the pending token: same slots, table and bundle."""
@@ -267,7 +267,7 @@ def test_decode_prepares_like_extend(state: ps.DecodeState, data: st.DataObject)
     assert ps.forward_batch(one, decode).input_ids.tolist() == extend.input_ids.tolist()
 
 
-@settings(max_examples=8)
+@examples(8)
 @given(data=st.data())
 def test_step_commutes_with_row_order(data: st.DataObject) -> None:
     """B04: decoding in another row order gives every request the same token and logits, up to names of new pages."""
@@ -342,7 +342,7 @@ def results(state: ps.DecodeState) -> list[object]:
     return found
 
 
-@settings(max_examples=6)
+@examples(6)
 @given(state=ps.strategies.states(MODEL, longest=20, max_operations=5))
 def test_public_functions_are_pure(state: ps.DecodeState) -> None:
     """Every public function leaves its input as it was, repeats to the bit, and uses no global generator."""
@@ -356,7 +356,7 @@ def test_public_functions_are_pure(state: ps.DecodeState) -> None:
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(
     operator=st.sampled_from(("linear", "rms_norm", "attend", "pool_group", "mix_weights", "experts", "head_weights")),
     call=st.integers(0, 8),
