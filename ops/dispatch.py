@@ -95,6 +95,8 @@ FUSED: Final = attrs.evolve(
     REFERENCE,
     name="fused",
     linear=fused.linear,
+    rms_norm=fused.rms_norm,
+    normalize_query=fused.normalize_query,
     apply_rotary=fused.apply_rotary,
     mix_weights=fused.mix_weights,
     pick_entries=fused.pick_entries,

@@ -12,13 +12,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from . import norms
 from .experts import gate_up, run_sorted
 from .indexer import masked_scores, padded_picks
 
-__all__ = ["apply_rotary", "expert", "experts_sorted", "linear", "mix_weights", "pick_entries"]
+__all__ = [
+    "apply_rotary",
+    "expert",
+    "experts_sorted",
+    "linear",
+    "mix_weights",
+    "normalize_query",
+    "pick_entries",
+    "rms_norm",
+]
 
 THIN_ROWS: Final = 32
-"""Rows up to which oneDNN reads an f32 weight faster than the BLAS behind ``F.linear``; beyond, they are equal."""
+"""Rows up to which oneDNN reads a large f32 weight faster than the BLAS behind ``F.linear``."""
+
+LARGE_WEIGHT: Final = 1 << 20
+"""Elements from which that pays; a call of oneDNN costs some 50 us before it multiplies anything."""
 
 
 def linear(x: Tensor, w: Tensor) -> Tensor:
@@ -30,10 +43,25 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
     Returns:
         float[...,F].
     """
-    wide = x.to(w.dtype)
-    if w.dtype is torch.float32 and 0 < x.numel() <= THIN_ROWS * x.shape[-1]:
-        return torch.ops.mkldnn._linear_pointwise(wide, w, None, "none", [], "").to(x.dtype)
-    return F.linear(wide, w).to(x.dtype)
+    if x.dtype is not w.dtype:
+        return linear(x.to(w.dtype), w).to(x.dtype)
+    if w.numel() >= LARGE_WEIGHT and w.dtype is torch.float32 and 0 < x.numel() <= THIN_ROWS * x.shape[-1]:
+        return torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
+    return F.linear(x, w)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scale to unit root mean square in one call where that is exact; see ``norms.rms_norm``."""
+    if x.dtype is torch.float32 and weight.dtype is torch.float32:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    return norms.rms_norm(x, weight, eps)
+
+
+def normalize_query(q: Tensor, eps: float, *, rounding: bool) -> Tensor:
+    """Scale every head to unit root mean square in one call; see ``norms.normalize_query``."""
+    if q.dtype is torch.float32 and not rounding:
+        return F.rms_norm(q, q.shape[-1:], None, eps)
+    return norms.normalize_query(q, eps, rounding=rounding)
 
 
 def expert(x: Tensor, w13: Tensor, w2: Tensor, limit: float | None) -> Tensor:
@@ -47,7 +75,14 @@ def experts_sorted(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Ten
 
 
 def _experts_thin(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
-    return run_sorted(x, ids, weights, w13, w2, limit, linear)
+    if x.shape[0] != 1:
+        return run_sorted(x, ids, weights, w13, w2, limit, linear)
+    # One row has nothing to sort: each of its experts multiplies it.
+    chosen = ids[0].tolist()
+    hidden = torch.cat([linear(x, w13[e]) for e in chosen])
+    hidden = gate_up(hidden, limit).mul_(weights.view(-1, 1)).to(x.dtype)
+    out = torch.cat([linear(hidden[j : j + 1], w2[e]) for j, e in enumerate(chosen)])
+    return out.sum(0, keepdim=True, dtype=torch.float32)
 
 
 _LIBRARY = torch.library.Library("purestep", "FRAGMENT")
@@ -74,13 +109,17 @@ def apply_rotary(x: Tensor, factors: Tensor) -> Tensor:
 
 
 def _sinkhorn(logits: Tensor, n_iters: int, eps: float) -> Tensor:
-    # Token axis last and in place: every operation runs over contiguous vectors, and none allocates but the sums.
-    comb = logits.softmax(-1).add_(eps).permute(1, 2, 0).contiguous()
-    comb.div_(comb.sum(0, keepdim=True).add_(eps))
+    # The first matrix K stays, and two vectors scale its rows and columns: C = r K c. Dividing C by (row sums + eps) is
+    # r <- r / (r (K c) + eps) = 1 / (K c + eps / r), and alike for c: three small operations a step instead of three
+    # over the matrix.
+    k = logits.softmax(-1).add_(eps)
+    across = k.transpose(1, 2)
+    ones = k.new_ones(k.shape[0], k.shape[1], 1)
+    r, c = ones, torch.addcdiv(torch.bmm(across, ones), ones, ones, value=eps).reciprocal_()
     for _ in range(n_iters - 1):
-        comb.div_(comb.sum(1, keepdim=True).add_(eps))
-        comb.div_(comb.sum(0, keepdim=True).add_(eps))
-    return comb.permute(2, 0, 1)
+        r = torch.addcdiv(torch.bmm(k, c), ones, r, value=eps).reciprocal_()
+        c = torch.addcdiv(torch.bmm(across, r), ones, c, value=eps).reciprocal_()
+    return k.mul_(r).mul_(c.transpose(1, 2))
 
 
 def mix_weights(

@@ -24,6 +24,8 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
     Returns:
         float[...,F] in the dtype of ``x``.
     """
+    if x.dtype is w.dtype:
+        return F.linear(x, w)
     return F.linear(x.to(w.dtype), w).to(x.dtype)
 
 
