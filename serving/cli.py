@@ -152,9 +152,7 @@ def score(
     model: ModelName = "tiny",
     dtype: Dtype = None,
     kernels: Kernels = None,
-    context: Annotated[
-        int | None, typer.Option(help="Tokens in a window; default 1024, or all of the model's.")
-    ] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens in a window; default 512, or all of the model's.")] = None,
     stride: Annotated[int | None, typer.Option(help="Tokens from window to window; default half a window.")] = None,
     batch: Annotated[int, typer.Option(help="Windows that run together.")] = 4,
     by_token: Annotated[
@@ -165,7 +163,7 @@ def score(
     """Measure how many bits a byte of text costs under the model, through the caches that decode uses."""
     texts = [(name, read_text(name)) for name in files]
     loaded = _load(model, dtype, kernels)
-    context = min(1024, loaded.config.max_position_embeddings) if context is None else context
+    context = min(512, loaded.config.max_position_embeddings) if context is None else context
     stride = max(1, context // 2) if stride is None else stride
     scores = []
     for name, text in texts:

@@ -357,8 +357,6 @@ class _Buffers:
         while node.link is not None:
             path.append((node, node.link))
             node = node.link[0]
-        if path and not node.is_held():
-            self.dropped.append(self._watch(node, node))  # while it was the root it could not be merged
         for target, (left, saved) in reversed(path):
             displaced = {
                 name: _SavedRows([(numbers, self.copy_rows(name, numbers)) for numbers, _ in rows.chunks])
@@ -368,7 +366,10 @@ class _Buffers:
             self.finish()
 
     def merge_dropped(self) -> None:
-        """Look at every version whose holder or child has gone since the last write, and merge what can be merged."""
+        """Look at every version whose holder or child has gone since the last write, and merge what can be merged.
+
+        Called when the root is held, so that every version that it skips is looked at again when that one is dropped.
+        """
         while self.dropped:
             watch = self.dropped[0]  # stays in the queue until it is dealt with, lest an interrupt lose it
             node = watch.node()

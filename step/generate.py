@@ -5,8 +5,10 @@ Source: none; this composes the public steps.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 
+from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from ..model.model import Model
@@ -107,4 +109,10 @@ def prompt_ids(model: Model, prompt: str) -> list[int]:
             field="tokenizer",
         )
     bos = [] if model.config.bos_token_id is None else [model.config.bos_token_id]
-    return bos + model.tokenizer.encode(prompt, add_special_tokens=False).ids
+    return bos + _without_control_tokens(model.tokenizer).encode(prompt, add_special_tokens=False).ids
+
+
+def _without_control_tokens(tokenizer: Tokenizer) -> Tokenizer:
+    """Return the tokenizer without its added vocabulary, so that no text of a user becomes a control token."""
+    description = json.loads(tokenizer.to_str())
+    return Tokenizer.from_str(json.dumps(description | {"added_tokens": [], "post_processor": None}))

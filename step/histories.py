@@ -233,4 +233,5 @@ def interrupted(model: Model, operator: str, call: int, error: BaseException) ->
             raise error
         return kernel(*args, **kwargs)
 
-    return attrs.evolve(model, ops=attrs.evolve(model.ops, **{operator: raising}))
+    changed: dict[str, Any] = {operator: raising}
+    return attrs.evolve(model, ops=attrs.evolve(model.ops, **changed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import purestep as ps
+from hypothesis import settings
 from kit.models import tiny_model
 from kit.steps import examples
 
@@ -19,4 +20,4 @@ class Machine(ps.strategies.DecodeMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = examples(60)
+TestMachine.settings = settings(examples(60), stateful_step_count=settings().stateful_step_count // 2)
