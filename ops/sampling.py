@@ -47,8 +47,8 @@ def map_rows(x: Tensor, rows: Sequence[int], op: Callable[[Tensor], Tensor]) -> 
 
     Args:
         x: float[B,V].
-        rows: the rows, each once; known on the host.
-        op: a function of float[K,V] to the same shape, each row by itself.
+        rows: the rows, each once, in any order; known on the host.
+        op: a function of float[K,V], the K rows in the order of ``rows``, to the same shape.
     Returns:
         float[B,V].
     Aliasing: ``x`` itself if there are no rows.
@@ -56,7 +56,7 @@ def map_rows(x: Tensor, rows: Sequence[int], op: Callable[[Tensor], Tensor]) -> 
     """
     if not rows:
         return x
-    if len(rows) == x.shape[0]:
+    if list(rows) == list(range(x.shape[0])):
         return op(x)
     index = torch.tensor(rows, dtype=torch.int64, device=x.device)
     return x.index_copy(0, index, op(x.index_select(0, index)))

@@ -342,6 +342,14 @@ def test_frequencies_follow_the_distribution(limits, kept):
     assert chi_square < CHI_SQUARE_LIMIT
 
 
+@pytest.mark.parametrize("rows", [[], [0, 1, 2], [2, 0, 1], [2, 0], [1]])
+def test_chosen_rows_reach_their_operator_in_order(rows):
+    """The operator sees the named rows in the order they are named, and the others stay."""
+    addend = torch.tensor(rows)[:, None] * 10.0
+    out = map_rows(torch.arange(3.0)[:, None], rows, lambda some: some + addend)
+    assert out.flatten().tolist() == [row * 11.0 if row in rows else row for row in range(3)]
+
+
 def test_different_seeds_give_different_streams():
     """Streams of different seeds, and successive positions of one, agree no more often than chance."""
     probs = torch.full((1, 100), 0.01, dtype=torch.float64).expand(4000, 100)
