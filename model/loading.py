@@ -18,7 +18,7 @@ from ..state.numerics import Numerics
 from ..state.parallel import Parallel
 from .checkpoint import read_checkpoint
 from .model import Model
-from .params import CompressorParams, IndexerParams, LayerParams, Params
+from .params import CompressorParams, LayerParams, Params
 
 __all__ = ["build_model", "load_model", "model_folder"]
 
@@ -95,13 +95,7 @@ def build_model(
     if numerics is None:
         numerics = Numerics.plain() if dtype is torch.float32 else Numerics.official()
     ops: Ops = kernel_table(kernels, params.embed.device.type, invariant=numerics.invariant)
-    kept = torch.float32 if _multiplies_f32_faster(params.embed.device) else dtype
-    return Model(config=config, params=_prepared(params, kept), numerics=numerics, ops=ops, dtype=dtype)
-
-
-def _multiplies_f32_faster(device: torch.device) -> bool:
-    """Tell whether a CPU has no bfloat16 arithmetic, so that its bfloat16 products are emulated, many times slower."""
-    return device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return Model(config=config, params=_widened(params), numerics=numerics, ops=ops, dtype=dtype)
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -122,8 +116,8 @@ def _read_tokenizer(file: Path) -> tokenizers.Tokenizer:
         ) from error
 
 
-def _prepared(params: Params, kept: torch.dtype) -> Params:
-    """Store matrices in the dtype that they are computed in: f32 for router, compressors and head, else ``kept``.
+def _widened(params: Params) -> Params:
+    """Store in f32 what is computed in f32 whatever the model's dtype: router, compressor projections, head.
 
     Widening changes no value, so this moves a conversion from every step to the load.
     """
@@ -131,18 +125,9 @@ def _prepared(params: Params, kept: torch.dtype) -> Params:
     def compressor(p: CompressorParams) -> CompressorParams:
         return attrs.evolve(p, wkv=p.wkv.float(), wgate=p.wgate.float())
 
-    def indexer(p: IndexerParams) -> IndexerParams:
-        wide = {"wq_b": p.wq_b.to(kept), "weights_proj": p.weights_proj.to(kept)}
-        return attrs.evolve(p, compressor=compressor(p.compressor), **wide)
-
     def layer(p: LayerParams) -> LayerParams:
-        attn = attrs.evolve(
-            p.attn,
-            **{name: getattr(p.attn, name).to(kept) for name in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b")},
-            compressor=p.attn.compressor and compressor(p.attn.compressor),
-            indexer=p.attn.indexer and indexer(p.attn.indexer),
-        )
-        experts = {name: getattr(p.ffn, name).to(kept) for name in ("w13", "w2", "shared_w13", "shared_w2")}
-        return attrs.evolve(p, attn=attn, ffn=attrs.evolve(p.ffn, gate=p.ffn.gate.float(), **experts))
+        indexer = p.attn.indexer and attrs.evolve(p.attn.indexer, compressor=compressor(p.attn.indexer.compressor))
+        attn = attrs.evolve(p.attn, compressor=p.attn.compressor and compressor(p.attn.compressor), indexer=indexer)
+        return attrs.evolve(p, attn=attn, ffn=attrs.evolve(p.ffn, gate=p.ffn.gate.float()))
 
     return attrs.evolve(params, layers=tuple(layer(p) for p in params.layers), head=params.head.float())

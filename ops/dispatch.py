@@ -95,6 +95,7 @@ FUSED: Final = attrs.evolve(
     REFERENCE,
     name="fused",
     linear=fused.linear,
+    grouped_linear=fused.grouped_linear,
     rms_norm=fused.rms_norm,
     normalize_query=fused.normalize_query,
     apply_rotary=fused.apply_rotary,

@@ -15,11 +15,13 @@ from torch.nn import functional as F
 from . import norms
 from .experts import gate_up, run_sorted
 from .indexer import masked_scores, padded_picks
+from .linear import grouped_linear as plain_grouped
 
 __all__ = [
     "apply_rotary",
     "expert",
     "experts_sorted",
+    "grouped_linear",
     "linear",
     "mix_weights",
     "normalize_query",
@@ -29,6 +31,12 @@ __all__ = [
 
 THIN_ROWS: Final = 32
 """Rows up to which oneDNN reads a large f32 weight faster than the BLAS behind ``F.linear``."""
+
+EMULATES_BF16: Final = not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+"""Whether this CPU has no bfloat16 arithmetic; thin products then still gain from half the bytes, others do not."""
+
+EMULATED_ROWS: Final = 8
+"""Rows up to which an emulated bfloat16 product is faster than widening its weight first."""
 
 FEW_ROWS: Final = 16
 """Rows of the busiest expert up to which a batched product over all experts only waits for their weights."""
@@ -51,23 +59,30 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
     """
     if x.dtype is not w.dtype:
         return linear(x.to(w.dtype), w).to(x.dtype)
+    if EMULATES_BF16 and w.dtype is torch.bfloat16 and x.numel() > EMULATED_ROWS * x.shape[-1]:
+        return F.linear(x.float(), w.float()).to(x.dtype)
     if w.numel() >= LARGE_WEIGHT and w.dtype is torch.float32 and 0 < x.numel() <= THIN_ROWS * x.shape[-1]:
         return torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
     return F.linear(x, w)
 
 
+def grouped_linear(x: Tensor, w: Tensor) -> Tensor:
+    """Multiply every group by its own weight, widened where bfloat16 is emulated; see ``linear.grouped_linear``."""
+    if EMULATES_BF16 and w.dtype is torch.bfloat16:
+        return plain_grouped(x.float(), w.float()).to(x.dtype)
+    return plain_grouped(x, w)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale to unit root mean square in one call where that is exact; see ``norms.rms_norm``."""
-    if x.dtype is torch.float32 and weight.dtype is torch.float32:
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    return norms.rms_norm(x, weight, eps)
+    """Scale to unit root mean square in one call; see ``norms.rms_norm``."""
+    return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
 
 
 def normalize_query(q: Tensor, eps: float, *, rounding: bool) -> Tensor:
     """Scale every head to unit root mean square in one call; see ``norms.normalize_query``."""
-    if q.dtype is torch.float32 and not rounding:
-        return F.rms_norm(q, q.shape[-1:], None, eps)
-    return norms.normalize_query(q, eps, rounding=rounding)
+    if rounding:
+        return norms.normalize_query(q, eps, rounding=True)
+    return F.rms_norm(q.float(), q.shape[-1:], None, eps).to(q.dtype)
 
 
 def expert(x: Tensor, w13: Tensor, w2: Tensor, limit: float | None) -> Tensor:
@@ -84,7 +99,13 @@ def _experts_thin(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tens
     if x.shape[0] == 1:
         return _one_row(x, ids, weights, w13, w2, limit)
     counts = torch.bincount(ids.flatten(), minlength=w13.shape[0]).tolist()
-    if counts and 0 < max(counts) <= FEW_ROWS and sum(map(bool, counts)) >= len(counts) * MOST_EXPERTS:
+    is_batched_slow = EMULATES_BF16 and w13.dtype is torch.bfloat16
+    if (
+        counts
+        and not is_batched_slow
+        and 0 < max(counts) <= FEW_ROWS
+        and sum(map(bool, counts)) >= len(counts) * MOST_EXPERTS
+    ):
         return _padded_experts(x, ids, weights, w13, w2, limit, max(counts))
     return run_sorted(x, ids, weights, w13, w2, limit, linear)
 

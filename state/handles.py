@@ -210,7 +210,7 @@ class _Watch(weakref.ref[Any]):
 class _Node:
     """A version: the root if ``link`` is None, else a difference to the version that ``link`` leads to.
 
-    ``children`` may list too much for a moment, never too little: who is a child is decided by the child's link.
+    ``children`` lists every version whose link leads here, and some whose link turned round: the links decide.
     """
 
     __slots__ = ("__weakref__", "children", "holder", "link")
@@ -348,7 +348,6 @@ class _Buffers:
         if left is not None:
             node, way_back = left
             root.children.add(self._watch(node, root))
-            node.children.discard(weakref.ref(root))
             node.link = (root, way_back)
         self.intent = None
 

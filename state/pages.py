@@ -21,7 +21,7 @@ or sorted, and a shortage changes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, TypeAlias
 
 import attrs
@@ -227,18 +227,20 @@ def extend_slots(
     prefix, total, last = _columns(page_size, prefix_lens=prefix_lens, seq_lens=seq_lens, last_locs=last_locs)
     assert bool(np.all(total >= prefix)), f"extend_slots: seq_lens {seq_lens} below prefix_lens {prefix_lens}"
     _check_last(prefix, last, (prefix % page_size != 0) & (total > prefix), page_size)
-    ends = np.cumsum(-(-total // page_size) - -(-prefix // page_size)).tolist()
-    free, pages = free.take(ends[-1] if ends else 0)
-    opened = tuple(pages[start:end] for start, end in zip([0, *ends], ends, strict=False))
-    rows = zip(prefix.tolist(), total.tolist(), last.tolist(), opened, strict=True)
-    return free, tuple(_row_slots(*row, page_size) for row in rows), opened
-
-
-def _row_slots(prefix: int, total: int, last: int, opened: tuple[int, ...], page_size: int) -> Slots:
-    n_tail = min(total - prefix, -prefix % page_size)
-    tail = last + 1 + np.arange(n_tail, dtype=np.int64)
-    whole = np.asarray(opened, np.int64)[:, None] * page_size + np.arange(page_size, dtype=np.int64)
-    return np.concatenate((tail, whole.reshape(-1)[: total - prefix - n_tail]))
+    ends = np.cumsum(-(-total // page_size) - -(-prefix // page_size))
+    free, pages = free.take(int(ends[-1]) if len(ends) else 0)
+    bounds = [0, *ends.tolist()]
+    opened = tuple(pages[start:end] for start, end in pairwise(bounds))
+    sizes = total - prefix
+    stops = np.cumsum(sizes)
+    row = np.repeat(np.arange(len(sizes)), sizes)
+    place = np.arange(len(row)) - (stops - sizes)[row]
+    # A position lies in a page that the row opens, the first of them starting at the next page border, or in its last.
+    page = (prefix[row] + place) // page_size - -(-prefix // page_size)[row]
+    first = np.asarray(bounds[:-1], np.int64)[row]
+    whole = np.append(np.asarray(pages, np.int64), 0)[first + np.maximum(page, 0)]
+    slots = np.where(page < 0, last[row] + 1 + place, whole * page_size + (prefix[row] + place) % page_size)
+    return free, tuple(np.split(slots, stops[:-1])) if len(sizes) else (), opened
 
 
 def groups(length: int) -> int:

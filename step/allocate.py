@@ -11,6 +11,7 @@ is not transactional; this one is.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Final
 
 import attrs
@@ -117,13 +118,16 @@ def allocate(table: RequestTable, growths: Sequence[Growth]) -> tuple[RequestTab
     free_c128, c128, new_c128 = c128_slots(table.free_c128_pages, prefix, total, held)
 
     out_full, out_swa = _joined(full), _joined(swa)
-    cells = _joined([row * sizes.context + np.arange(p, s) for row, p, s in zip(rows, prefix, total, strict=True)])
+    lens = total - prefix
+    within = np.arange(len(out_full)) - np.repeat(np.cumsum(lens) - lens, lens)
+    cells = np.repeat(rows * sizes.context + prefix, lens) + within
     edits += [("req_to_token", cells, out_full), ("full_to_swa", out_full, out_swa)]
     for name, opened in (("page_refs", new_full), ("swa_refs", new_swa), ("c128_refs", new_c128)):
-        edits.append((name, _joined([np.array(pages, np.int64) for pages in opened]), 1))
+        edits.append((name, np.array(list(chain.from_iterable(opened)), np.int64), 1))
     for row, before, named in zip(rows.tolist(), held, new_c128, strict=True):
-        column = row * sizes.sidecar_width + len(before)
-        edits.append(("sidecar", column + np.arange(len(named)), np.array(named, np.int64)))
+        if named:
+            column = row * sizes.sidecar_width + len(before)
+            edits.append(("sidecar", column + np.arange(len(named)), np.array(named, np.int64)))
     table = attrs.evolve(
         table,
         handle=write_table(table, edits),

@@ -28,6 +28,7 @@ from purestep.ops.sampling import (
     unpack_mask,
 )
 
+SOME = settings(max_examples=settings.default.max_examples // 3)  # each example is a batch
 MARGIN = 1e-9  # the oracle sums in another order; a decision nearer than this may fall either way
 PENALTY_TOLERANCE = 1e-5  # relative: penalties are f32 here and f64 in the oracle
 CHI_SQUARE_LIMIT = 45.0  # a fair sampler with 4 degrees of freedom exceeds it once in 10**8 runs
@@ -93,7 +94,7 @@ def test_noise_matches_published_vectors():
 
 
 @given(st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**32 - 1)), max_size=4), st.integers(1, 19))
-@settings(max_examples=30, deadline=None)
+@SOME
 def test_noise_is_a_function_of_seed_position_and_column(rows, n_columns):
     """Each number is the hash of its own three inputs, in any shape of call."""
     seed, position = torch.tensor(rows, dtype=torch.int64).reshape(-1, 2).unbind(1)
@@ -121,7 +122,7 @@ def test_noise_is_finite_at_both_ends_of_the_hash(seed, column, hashed, noise):
 
 
 @given(st.integers(1, 70), st.integers(1, 3), st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None)
+@SOME
 def test_mask_unpacks_what_was_packed(vocab, n_rows, random):
     """Bits come back lowest first; disallowed logits become minus infinity and the others keep their bits."""
     allowed = np.array([[random.random() < 0.5 for _ in range(vocab)] for _ in range(n_rows)])
@@ -160,7 +161,7 @@ def test_bias_cannot_bring_a_banned_token_back():
     st.floats(-2, 2),
     st.floats(0.25, 4),
 )
-@settings(max_examples=60, deadline=None)
+@SOME
 def test_penalties_equal_the_plain_formula(tokens, frequency, presence, repetition):
     """Additive penalties count the output; the repetition penalty also covers the prompt; unseen tokens keep theirs."""
     logits, counts, seen = zip(*tokens, strict=True)
@@ -215,7 +216,7 @@ def test_temperature_comes_before_truncation():
 
 
 @given(batch_cases())
-@settings(max_examples=40, deadline=None)
+@SOME
 def test_distribution_equals_the_plain_sampler(cases):
     """Kept tokens and their probabilities are those of the sequential sampler; rejected ones are exactly 0."""
     cases = [(logits, {**arguments, "temperature": arguments["temperature"] or 0.5}) for logits, arguments in cases]
@@ -236,7 +237,7 @@ def test_distribution_equals_the_plain_sampler(cases):
 
 
 @given(batch_cases())
-@settings(max_examples=60, deadline=None)
+@SOME
 def test_sampled_tokens_equal_the_plain_sampler(cases):
     """Greedy, free and truncated rows mixed in one batch each choose what the sequential sampler chooses."""
     for got, (logits, arguments) in zip(sample_cases(cases), cases, strict=True):
@@ -247,7 +248,7 @@ def test_sampled_tokens_equal_the_plain_sampler(cases):
 
 
 @given(batch_cases(), st.randoms(use_true_random=False))
-@settings(max_examples=30, deadline=None)
+@SOME
 def test_rows_do_not_see_each_other(cases, random):
     """A row chooses the same token alone, in any place and beside any rows."""
     together = sample_cases(cases)
@@ -285,7 +286,7 @@ def test_rows_keep_their_bits_in_any_batch(vocab, n_threads):
 
 
 @given(st.lists(st.lists(st.sampled_from([-2.0, 0.0, 1.5]), min_size=9, max_size=9), min_size=1, max_size=4))
-@settings(max_examples=40, deadline=None)
+@SOME
 def test_greedy_takes_the_lowest_id_on_a_tie(rows):
     """The largest logit wins and the lowest id breaks a tie, beside stochastic rows too."""
     expected = [row.index(max(row)) for row in rows]

@@ -355,6 +355,7 @@ def test_retries_from_one_held_version_keep_nothing() -> None:
     for number in range(200):
         put(base, number % 8, number)
         assert base.saved_bytes() <= 8 + ROW_NUMBER_BYTES
+        assert len(base._node.children) <= 2
     assert base.rows("x", torch.arange(8)).tolist() == [0] * 8
 
 
@@ -478,11 +479,11 @@ class Story:
 
     def tell(self) -> None:
         self.write("base", "trunk", {"ids": [1, 1], "fp8": [0]}, 1)
-        self.write("base", "fork", {"ids": [2]}, 2)
+        self.write("base", "fork", {"ids": [2, 4]}, 2)
         self.write("fork", "leaf", {"ids": [2, 3]}, 3)
         self.write("trunk", "trunk", {"ids": [1, 3]}, 4)
         self.held.pop("fork", None)
-        self.write("trunk", "trunk", {"fp8": [0]}, 5)
+        self.write("trunk", "trunk", {"ids": [5], "fp8": [2]}, 5)
         with suppress(RuntimeError), self.held["leaf"][0].write(indices({"ids": [0], "fp8": [1]})) as write:
             fill(write.tensors, {"ids": [0], "fp8": [1]}, 6)
             raise RuntimeError
@@ -499,6 +500,24 @@ class Story:
             with handle.read() as tensors:
                 assert same(snapshot_of(tensors), expected)
                 assert {name: tensor.data_ptr() for name, tensor in tensors.items()} == self.addresses
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, GeneratorExit, SystemExit])
+def test_rows_are_back_before_an_exception_leaves_the_write(error: type[BaseException]) -> None:
+    """The live buffers hold the old rows again when the exception arrives, and the caller's exception is unchanged."""
+    buffer, planted = torch.arange(6), error("planted")
+    base = create_handle({"x": buffer})
+
+    def broken() -> None:
+        with base.write({"x": torch.tensor([4, 1, 1])}) as write:
+            write.tensors["x"][1] = 90
+            write.tensors["x"][4] = 91
+            raise planted
+
+    with pytest.raises(error) as caught:
+        broken()
+    assert caught.value is planted
+    assert buffer.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 class InterruptOps(TorchDispatchMode):
@@ -706,6 +725,22 @@ def test_threads_that_step_their_own_branches_do_not_disturb_each_other() -> Non
 # ---- cost ---------------------------------------------------------------------------------------------------------
 
 
+class RecordNewBytes(TorchDispatchMode):
+    """Records every operator and how many bytes of new storage it made."""
+
+    def __init__(self, known: set[int]) -> None:
+        super().__init__()
+        self.known, self.made = known, []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self.made.append((str(func), 0 if storage.data_ptr() in self.known else storage.nbytes()))
+        return out
+
+
 class CountOps(TorchDispatchMode):
     """Counts operators by name."""
 
@@ -729,6 +764,22 @@ def test_merged_differences_stay_few_pieces() -> None:
     assert ops.counts["index_copy_.default"] <= 11
 
 
+def test_merging_moves_each_row_a_few_times() -> None:
+    """Merging many versions that are dropped at once, the newest first, costs the sum of their rows, not its square."""
+    n_rows = 400
+    versions = [counter(n_rows)]
+    for row in range(n_rows):
+        versions.append(put(versions[-1], row, 1))
+    base, newest = versions[0], versions[-1]
+    while versions:
+        versions.pop()
+    with RecordNewBytes(set(pointers(newest).values())) as record:
+        put(newest, 0, 2)
+    all_rows = n_rows * (8 + ROW_NUMBER_BYTES)
+    assert base.saved_bytes() >= all_rows
+    assert sum(made for _, made in record.made) < 20 * all_rows
+
+
 def test_linear_chain_runs_one_save_per_buffer_and_nothing_else() -> None:
     """A step of a linear chain saves the announced rows, keeps their numbers, and runs no other operator."""
     handle = create_handle(make_tensors())
@@ -739,22 +790,6 @@ def test_linear_chain_runs_one_save_per_buffer_and_nothing_else() -> None:
                 pass
             handle = write.handle
     assert ops.counts == {"index_select.default": 15, "clone.default": 15}
-
-
-class RecordNewBytes(TorchDispatchMode):
-    """Records every operator and how many bytes of new storage it made."""
-
-    def __init__(self, known: set[int]) -> None:
-        super().__init__()
-        self.known, self.made = known, []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in pytree.tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self.made.append((str(func), 0 if storage.data_ptr() in self.known else storage.nbytes()))
-        return out
 
 
 def recorded_history(n_rows: int) -> list[tuple[str, int]]:
@@ -869,13 +904,17 @@ def test_buffers_stay_plain_tensors() -> None:
     with write.handle.read() as tensors:
         assert not tensors["x"].requires_grad
         assert tensors["x"].is_leaf
+    normal = torch.zeros(2)
     with torch.inference_mode():
+        made = create_handle({"x": normal})
         newest = put(write.handle, 1, 3)
         copied = copy.deepcopy(base)
         assert copied.rows("x", torch.arange(2)).tolist() == [0, 0]
     assert base.rows("x", torch.arange(2)).tolist() == [0, 0]
     assert put(newest, 0, 4).rows("x", torch.arange(2)).tolist() == [4, 3]
     assert put(copied, 0, 4).rows("x", torch.arange(2)).tolist() == [4, 0]
+    assert put(put(made, 0, 4), 0, 5).rows("x", torch.arange(2)).tolist() == [5, 0]
+    assert made.rows("x", torch.arange(2)).tolist() == [0, 0]
     assert torch.is_grad_enabled()
 
 

@@ -30,6 +30,7 @@ from purestep.state.sampling import (
 )
 from torch.utils import _pytree as pytree
 
+SOME = settings(max_examples=settings.default.max_examples // 3)  # each example is a batch
 VOCAB = 11
 PENALTIES = SamplingParams(repetition_penalty=1.2)
 
@@ -103,7 +104,7 @@ def test_params_refuse_more_required_than_allowed_tokens():
 
 
 @given(legal_params())
-@settings(max_examples=40, deadline=None)
+@SOME
 def test_params_are_values(params):
     """Legal parameters hash, pickle, deep-copy and evolve to something equal."""
     for other in (pickle.loads(pickle.dumps(params)), copy.deepcopy(params), attrs.evolve(params)):
@@ -216,7 +217,7 @@ EVENTS = st.lists(st.tuples(st.sampled_from(["prompt", "output", "replace"]), st
 
 
 @given(EVENTS)
-@settings(max_examples=60, deadline=None)
+@SOME
 def test_history_equals_a_recount(events):
     """However prompt chunks, sampled tokens and replacements alternate, the counts equal a count from scratch."""
     sampling, prompt, output = opened(7, 8), [], []

@@ -26,6 +26,7 @@ from purestep.state.sampling import (
 from purestep.step.sample import logprobs_of, sample
 from torch.utils._python_dispatch import TorchDispatchMode
 
+SOME = settings(max_examples=settings.default.max_examples // 3)  # each example is a batch
 VOCAB = 37
 WORDS = 2
 EOS = (1, 36)
@@ -135,7 +136,7 @@ def greedy_case(**changes):
 
 
 @given(st.lists(CASES, min_size=1, max_size=4))
-@settings(max_examples=60, deadline=None)
+@SOME
 def test_each_row_gets_what_a_sequential_sampler_gives_it(rows):
     """Penalties, held-back stops, mask, bias and choice of every row equal a plain sampler's, in this order."""
     cases = dict(enumerate(rows))
@@ -149,7 +150,7 @@ def test_each_row_gets_what_a_sequential_sampler_gives_it(rows):
 
 
 @given(st.lists(CASES, min_size=2, max_size=4), st.randoms(use_true_random=False))
-@settings(max_examples=25, deadline=None)
+@SOME
 def test_a_row_is_the_same_in_any_company(rows, random):
     """Alone, in another order, or with some requests left out, each request gets the same token."""
     cases = dict(enumerate(rows))
@@ -165,7 +166,7 @@ def test_a_row_is_the_same_in_any_company(rows, random):
 
 
 @given(st.lists(CASES, min_size=1, max_size=3))
-@settings(max_examples=25, deadline=None)
+@SOME
 def test_sampling_counts_its_tokens_and_changes_nothing_else(rows):
     """The new state counts one more token a row; the inputs, the old state and the generators are untouched."""
     cases = dict(enumerate(rows))
@@ -292,7 +293,7 @@ def test_forks_with_other_seeds_are_other_streams():
 
 
 @given(CASES.filter(lambda case: case.allowed), st.floats(0, 100))
-@settings(max_examples=25, deadline=None)
+@SOME
 def test_bias_cannot_undo_the_mask(case, bias):
     """A masked token is never chosen, however large its bias, nor where held-back stops leave nothing else."""
     everything = {token: bias for token in range(VOCAB) if token not in case.allowed}
@@ -301,7 +302,7 @@ def test_bias_cannot_undo_the_mask(case, bias):
 
 
 @given(CASES, st.integers(1, 4))
-@settings(max_examples=25, deadline=None)
+@SOME
 def test_stop_tokens_wait_for_the_minimum(case, minimum):
     """Before min_new_tokens no stop token comes, the model's or the request's own; afterwards it may."""
     favoured = [20.0 if token in (*EOS, 3) else x for token, x in enumerate(case.logits)]
