@@ -117,17 +117,30 @@ def _read_tokenizer(file: Path) -> tokenizers.Tokenizer:
 
 
 def _widened(params: Params) -> Params:
-    """Store in f32 what is computed in f32 whatever the model's dtype: router, compressor projections, head.
+    """Store in f32 what is computed in f32 whatever the model's dtype: norms, router, compressor projections, head.
 
     Widening changes no value, so this moves a conversion from every step to the load.
     """
 
     def compressor(p: CompressorParams) -> CompressorParams:
-        return attrs.evolve(p, wkv=p.wkv.float(), wgate=p.wgate.float())
+        return attrs.evolve(p, wkv=p.wkv.float(), wgate=p.wgate.float(), norm=p.norm.float())
 
     def layer(p: LayerParams) -> LayerParams:
         indexer = p.attn.indexer and attrs.evolve(p.attn.indexer, compressor=compressor(p.attn.indexer.compressor))
-        attn = attrs.evolve(p.attn, compressor=p.attn.compressor and compressor(p.attn.compressor), indexer=indexer)
-        return attrs.evolve(p, attn=attn, ffn=attrs.evolve(p.ffn, gate=p.ffn.gate.float()))
+        attn = attrs.evolve(
+            p.attn,
+            q_norm=p.attn.q_norm.float(),
+            kv_norm=p.attn.kv_norm.float(),
+            compressor=p.attn.compressor and compressor(p.attn.compressor),
+            indexer=indexer,
+        )
+        return attrs.evolve(
+            p,
+            attn_norm=p.attn_norm.float(),
+            ffn_norm=p.ffn_norm.float(),
+            attn=attn,
+            ffn=attrs.evolve(p.ffn, gate=p.ffn.gate.float()),
+        )
 
-    return attrs.evolve(params, layers=tuple(layer(p) for p in params.layers), head=params.head.float())
+    layers = tuple(layer(p) for p in params.layers)
+    return attrs.evolve(params, layers=layers, norm=params.norm.float(), head=params.head.float())

@@ -99,13 +99,8 @@ def _experts_thin(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tens
     if x.shape[0] == 1:
         return _one_row(x, ids, weights, w13, w2, limit)
     counts = torch.bincount(ids.flatten(), minlength=w13.shape[0]).tolist()
-    is_batched_slow = EMULATES_BF16 and w13.dtype is torch.bfloat16
-    if (
-        counts
-        and not is_batched_slow
-        and 0 < max(counts) <= FEW_ROWS
-        and sum(map(bool, counts)) >= len(counts) * MOST_EXPERTS
-    ):
+    is_few = 0 < max(counts) <= FEW_ROWS and sum(map(bool, counts)) >= len(counts) * MOST_EXPERTS
+    if is_few and not (EMULATES_BF16 and w13.dtype is torch.bfloat16):
         return _padded_experts(x, ids, weights, w13, w2, limit, max(counts))
     return run_sorted(x, ids, weights, w13, w2, limit, linear)
 

@@ -105,7 +105,7 @@ def _handles(state: DecodeState) -> dict[str, Handle]:
 
 
 def _contents(state: DecodeState) -> dict[str, Tensor]:
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for group, handle in _handles(state).items():
         with handle.read() as buffers:
             tensors |= {f"{group}.{name}": buffer.detach().cpu().clone() for name, buffer in buffers.items()}
@@ -121,7 +121,7 @@ def _contents(state: DecodeState) -> dict[str, Tensor]:
 
 def _checksum(tensor: Tensor) -> str:
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(flat.numpy()).hexdigest()
+    return hashlib.sha256(memoryview(flat.numpy())).hexdigest()
 
 
 def _digest(records: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.models import VOCAB, tiny_model
 from kit.steps import ENDLESS, bookkeep_decode, bookkeep_extend, examples, fresh, ids_of, recompute, run_alone
+from purestep.state.ledger import live_rows
 from torch import Tensor
 
 inv = ps.invariants
@@ -154,6 +155,44 @@ def test_requests_are_not_one_stream(one: int, other: int, page_size: int) -> No
     packed, mine = ps.decode_step(MODEL, packed)
     separate, theirs = ps.decode_step(MODEL, separate)
     close(mine.logits, theirs.logits)
+
+
+def stored(state: ps.DecodeState, request_id: int) -> dict[str, Tensor]:
+    """Copy out every cache row that a request may still read, by buffer, in order of position."""
+    ledger, layout = inv.read_ledger(state), state.kv.layout
+    found = {}
+    for name, slots in live_rows(ledger, ledger.by_id[request_id]).items():
+        firsts = torch.arange(layout.n_layers(name)) * layout.n_slots(name)
+        rows = (firsts.unsqueeze(-1) + torch.from_numpy(slots)).flatten()
+        found[name] = state.kv.handle.rows(name, rows)
+    return found
+
+
+@examples(6)
+@given(
+    n=st.sampled_from((3, 4, 11, 127, 128, 131, 257)),
+    data=st.data(),
+    page_size=ps.strategies.page_sizes(),
+)
+def test_stores_do_not_show_chunks(n: int, data: st.DataObject, page_size: int) -> None:
+    """C18, C19: n + 1 tokens in any chunks and decodes leave the window, entries and pooling state of one prefill."""
+    ids = ids_of(n + 1)
+    state = opened(fresh(MODEL, 2, page_size=page_size), 2)
+    state, _ = ps.extend_step(MODEL, state, {0: ids}, sample=False)
+    cuts = data.draw(st.sets(st.integers(1, n), max_size=3), label="cuts")
+    for start, end in pairwise((0, *sorted(cuts | {n}), n + 1)):
+        if end == start + 1:
+            state, _ = ps.decode_step(MODEL, state, only=[1], force={1: ids[start]})
+            continue
+        state, _ = ps.extend_step(MODEL, state, {1: ids[start:end]}, sample=False)
+    whole, pieces = stored(state, 0), stored(state, 1)
+    evicted = [request.evicted_len for request in state.requests]
+    for name, rows in pieces.items():
+        if name == "swa":
+            layers = state.kv.layout.n_layers(name)
+            kept = n + 1 - max(evicted)
+            rows, whole[name] = (part.unflatten(0, (layers, -1))[:, -kept:] for part in (rows, whole[name]))
+        close(rows, whole[name])
 
 
 @pytest.mark.parametrize(("model", "sees"), [(WINDOW, False), (C4, True), (C128, True)], ids=["window", "c4", "c128"])
