@@ -41,6 +41,7 @@ from ..model.shards import CONFIG_FILE
 from ..state.errors import ConfigError, PurestepError, RequestError
 from ..state.sampling import SamplingParams
 from ..step.generate import generate_tokens, prompt_ids
+from ..step.selfcheck import check_output
 from .costs import cache_costs
 from .info import info_tables, pairs_table, show_bytes
 from .score import Score, score_text
@@ -223,6 +224,7 @@ def _load(name: str, dtype: str | None, kernels: str | None) -> Model:
     with warnings.catch_warnings(record=True) as notes, progress_bar("loading") as report:
         warnings.simplefilter("always", CheckpointNote)
         model = load_model(name, dtype=dtype, kernels=kernels, progress=report)
+        check_output(model)
     for note in notes:
         typer.echo(f"note: {note.message}", err=True)
     return model

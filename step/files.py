@@ -121,7 +121,7 @@ def _contents(state: DecodeState) -> dict[str, Tensor]:
 
 def _checksum(tensor: Tensor) -> str:
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(memoryview(flat.numpy())).hexdigest()
+    return hashlib.sha256(flat.numpy().data).hexdigest()
 
 
 def _digest(records: Mapping[str, Any]) -> str:

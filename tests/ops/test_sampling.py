@@ -257,6 +257,16 @@ def test_rows_do_not_see_each_other(cases, random):
     assert sample_cases([cases[at] for at in order]) == [together[at] for at in order]
 
 
+def test_mixed_limits_each_keep_their_own():
+    """Greedy, small and huge top-k, top-p, min-p and free rows in one batch each draw what they draw alone."""
+    logits = torch.linspace(1, 0, 20).tolist()
+    limits = [{"temperature": 0.0}, {"top_k": 2}, {"top_k": 12}, {"top_k": 10**9}, {"top_p": 0.8}, {"min_p": 0.5}, {}]
+    plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    for position in range(40):
+        cases = [(logits, {**plain, **limit, "seed": 3, "position": position}) for limit in limits]
+        assert sample_cases(cases) == [oracle_draw(row, **arguments).token_id for row, arguments in cases]
+
+
 @pytest.mark.parametrize("n_threads", [1, 2])
 @pytest.mark.parametrize("vocab", [5, 129, 1001, 129280])
 def test_rows_keep_their_bits_in_any_batch(vocab, n_threads):

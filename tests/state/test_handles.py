@@ -479,19 +479,21 @@ class Story:
 
     def tell(self) -> None:
         self.write("base", "trunk", {"ids": [1, 1], "fp8": [0]}, 1)
-        self.write("base", "fork", {"ids": [2, 4]}, 2)
-        self.write("fork", "leaf", {"ids": [2, 3]}, 3)
-        self.write("trunk", "trunk", {"ids": [1, 3]}, 4)
+        self.write("trunk", "trunk", {"ids": [1, 3]}, 2)
+        self.write("trunk", "trunk", {"ids": [5], "fp8": [2]}, 3)
+        self.write("trunk", "trunk", {"ids": [0]}, 4)
+        self.write("base", "fork", {"ids": [2, 4]}, 5)
+        self.write("fork", "leaf", {"ids": [2, 3]}, 6)
         self.held.pop("fork", None)
-        self.write("trunk", "trunk", {"ids": [5], "fp8": [2]}, 5)
         with suppress(RuntimeError), self.held["leaf"][0].write(indices({"ids": [0], "fp8": [1]})) as write:
-            fill(write.tensors, {"ids": [0], "fp8": [1]}, 6)
+            fill(write.tensors, {"ids": [0], "fp8": [1]}, 7)
             raise RuntimeError
 
     def check(self) -> None:
         torch.set_grad_enabled(True)  # torch's own no_grad is not proof against interrupts
+        self.write("trunk" if "trunk" in self.held else "base", "later", {"ids": [4]}, 8)
         self.check_held()
-        self.write("base", "another", {"ids": [0, 1], "fp8": [2]}, 7)
+        self.write("base", "another", {"ids": [0, 1], "fp8": [2]}, 9)
         self.check_held()
         assert lock_is_free(self.held["base"][0])
 

@@ -234,7 +234,7 @@ def test_plain_greedy_rows_ignore_everything_else():
     row = [1.0, 3.0, 3.0, 2.0] + [0.0] * (VOCAB - 4)
     for seed in (None, 0, 2**64 - 1):
         for temperature in (0.0, 1e-8):
-            params = SamplingParams(temperature=temperature, seed=seed, top_p=0.1, min_p=0.5)
+            params = SamplingParams(temperature=temperature, seed=seed, top_k=5)
             cases = {request_id: greedy_case(params=params, logits=row, position=request_id) for request_id in range(3)}
             assert run(cases)[2] == {0: 1, 1: 1, 2: 1}
             mixed = cases | {9: greedy_case(params=SamplingParams(top_k=5), logits=row)}
