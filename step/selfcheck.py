@@ -1,6 +1,6 @@
 """A start-up check that a model says different things in different places.
 
-A checkpoint whose weights went wrong on the way (zeros, NaN, a lost tensor) answers every prompt alike and raises nothing.
+A checkpoint whose weights went wrong on the way (zeros, NaN) answers every prompt alike and raises nothing.
 
 Source: none; it runs the public steps on two short prompts.
 """

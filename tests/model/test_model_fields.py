@@ -43,7 +43,7 @@ def test_no_position_sees_a_later_token(n: int, p: int, token: int, data: st.Dat
 
 @pytest.mark.parametrize("n_visible", [0, 1, 5, 6, 7])
 def test_short_contexts_have_fewer_picks_than_places(n_visible: int) -> None:
-    """IDX-03: with fewer entries than the indexer may pick, decode equals the cache-free model; -1 places add nothing."""
+    """IDX-03: with fewer entries than places to pick, decode equals the cache-free model; -1 places add nothing."""
     n = 4 * n_visible + 3
     ids = random_ids(n, 64, seed=n_visible)
     got = feed_in_chunks(COMPRESSING, ids, [1] * n, page_size=8)
