@@ -94,6 +94,8 @@ def forward(
         (kv, logits): caches with the step's rows written; f32[B,V], f32[T,V] or f32[0,V]. ``kv`` given keeps its
         content.
     """
+    if logits not in ("last", "all", "none"):
+        raise RequestError(f'logits: expected "last", "all" or "none", got {logits!r}', field="logits", got=logits)
     layers = range(model.config.num_hidden_layers)
     with kv.handle.write(write_rows(kv.layout, batch.metadata, layers)) as write:
         factors = rotations(model, batch)

@@ -92,8 +92,9 @@ class PoolSizes:
             )
         pages = ceil(capacity.tokens / page_size)
         swa_pages = pages if capacity.swa_tokens is None else ceil(capacity.swa_tokens / page_size)
-        # Every request may hold one partly filled C128 page besides the whole ones.
-        most = capacity.requests + pages * page_size // (C128_RATIO * C128_PAGE)
+        # Besides the pages that its own tokens fill, a request may hold one that it is filling and, if it is a fork,
+        # its copy of the one that was being filled where it began.
+        most = 2 * capacity.requests + pages * page_size // (C128_RATIO * C128_PAGE)
         return cls(
             page_size=page_size,
             requests=capacity.requests,

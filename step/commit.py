@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import attrs
+import torch
 from torch import Tensor
 
 from ..state.decode import DecodeState, Request, find_request, replace_requests
-from ..state.errors import RequestError
+from ..state.errors import RequestError, ShapeError
 from ..state.sampling import SamplingParams, row_of
 
 __all__ = ["commit"]
@@ -36,6 +37,7 @@ def commit(state: DecodeState, ids: Tensor | None) -> tuple[DecodeState, Mapping
         raise RequestError("commit: expected a launched step, got none; prepare one first", field="launched")
     if ids is None:
         return attrs.evolve(state, launched=None), {}
+    _check_ids(ids, len(batch.request_ids), state.config.vocab_size)
     changed: dict[int, Request] = {}
     finished: dict[int, str] = {}
     for request_id, token_id in zip(batch.request_ids, ids.tolist(), strict=True):
@@ -48,6 +50,19 @@ def commit(state: DecodeState, ids: Tensor | None) -> tuple[DecodeState, Mapping
         tokens = request.tokens.append(token_id)
         changed[request_id] = attrs.evolve(request, tokens=tokens, outputs=outputs, finished=reason)
     return attrs.evolve(state, requests=replace_requests(state, changed), launched=None), finished
+
+
+def _check_ids(ids: Tensor, n_rows: int, vocab_size: int) -> None:
+    if ids.dtype is not torch.int64 or ids.shape != (n_rows,):
+        raise ShapeError(
+            f"commit: expected ids i64[{n_rows}], one per row of the launched step, got {ids.dtype} {tuple(ids.shape)}",
+            field="ids",
+            expected=(n_rows,),
+            got=tuple(ids.shape),
+        )
+    bad = [token_id for token_id in ids.tolist() if not 0 <= token_id < vocab_size]
+    if bad:
+        raise RequestError(f"commit: expected ids in [0, {vocab_size}), got {bad[:8]}", field="ids", got=bad[:8])
 
 
 def _finish_reason(

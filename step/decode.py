@@ -1,6 +1,7 @@
 """One decode step: the sampled token becomes the input, gets its slot, writes its state, reads its history, is sampled.
 
-This is the whole path; every line below is a pure public function of its own.
+This is the whole path; each function of the table is pure and public, and takes the previous one's result. Between
+``prepare_decode`` and ``commit`` the state remembers the step as ``launched``, which is how ``commit`` knows its rows.
 
 ====================== ============================================================ ==================================
 function               reads                                                        returns
@@ -35,7 +36,7 @@ from .prepare import prepare_decode
 from .relay import relay
 from .sample import logprobs_of, sample
 
-__all__ = ["decode_step", "finish_step"]
+__all__ = ["decode_step", "empty_output", "finish_step"]
 
 
 @torch.no_grad()
@@ -62,10 +63,19 @@ def decode_step(
         CapacityError: a pool is short; nothing was changed.
     """
     with owned_step(model, state):
+        before = state
         state, batch = prepare_decode(state, only=only, force=force)
+        if not batch.request_ids:  # nothing runs: nothing changes
+            return before, empty_output(model)
         view = forward_batch(state, batch, rowwise=model.numerics.invariant)
         kv, logits = forward(model, state.kv, view)
         return finish_step(attrs.evolve(state, kv=kv), batch, view, logits, mask)
+
+
+def empty_output(model: Model) -> StepOutput:
+    """Return the output of a step without rows."""
+    logits = torch.empty((0, model.config.vocab_size), dtype=torch.float32, device=model.device)
+    return StepOutput(request_ids=(), next_token_ids=(), logits=logits, logprobs=None, finished={})
 
 
 def finish_step(

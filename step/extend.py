@@ -19,7 +19,7 @@ from ..state.decode import DecodeState
 from ..state.errors import RequestError
 from .border import owned_step
 from .commit import commit
-from .decode import finish_step
+from .decode import empty_output, finish_step
 from .forward_batch import forward_batch
 from .prepare import TokenIds, prepare_extend
 
@@ -58,7 +58,10 @@ def extend_step(
             f'logits: expected "last" or "all", got {logits!r}', field="logits", expected=("last", "all"), got=logits
         )
     with owned_step(model, state):
+        before = state
         state, batch = prepare_extend(state, tokens)
+        if not batch.request_ids:  # nothing runs: nothing changes
+            return before, empty_output(model)
         view = forward_batch(state, batch, rowwise=model.numerics.invariant)
         kept: Literal["last", "all", "none"] = logits if sample or logits == "all" else "none"
         kv, out_logits = forward(model, state.kv, view, logits=kept)

@@ -68,6 +68,8 @@ def save_state(state: DecodeState, path: str | PathLike[str]) -> None:
         "checksums": {name: _checksum(tensor) for name, tensor in tensors.items()},
     }
     folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder}: expected a folder to write to, got a file", field="path")
     folder.mkdir(parents=True, exist_ok=True)
     new = {name: folder / f"{name}.new" for name in (CONTENTS, RECORDS)}
     save_file(tensors, new[CONTENTS])
@@ -120,6 +122,8 @@ def _contents(state: DecodeState) -> dict[str, Tensor]:
 
 
 def _checksum(tensor: Tensor) -> str:
+    if not tensor.numel():  # an empty tensor may have strides that no view as bytes accepts
+        return hashlib.sha256().hexdigest()
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(flat.numpy().data).hexdigest()
 

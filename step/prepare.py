@@ -10,6 +10,7 @@ Source: SGLang 0.5.23 ``managers/schedule_batch.py`` (``prepare_for_decode``, ``
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import index
 from typing import Any
 
 import attrs
@@ -51,10 +52,13 @@ def prepare_decode(
         CapacityError: a pool is short; nothing was changed.
     """
     require_committed(state)
-    forced = dict(force or {})
-    ids = _distinct(running_requests(state) if only is None else only, "only")
+    forced = {} if force is None else _mapping(force, "force")
+    forced = dict(zip(_distinct(forced, "force"), forced.values(), strict=True))
     if only is None:
-        ids += tuple(i for i in forced if i not in ids)
+        running = {*running_requests(state), *forced}
+        ids = tuple(r.request_id for r in state.requests if r.request_id in running)
+    else:
+        ids = _distinct(only, "only")
     strays = [i for i in forced if i not in ids]
     if strays:
         raise RequestError(
@@ -91,9 +95,10 @@ def prepare_extend(state: DecodeState, tokens: Mapping[int, TokenIds]) -> tuple[
     """
     require_committed(state)
     requests = []
-    for request_id in _distinct(tokens, "tokens"):
+    given = _mapping(tokens, "tokens")
+    for request_id, chunk in zip(_distinct(given, "tokens"), given.values(), strict=True):
         request = _runnable(state, request_id)
-        ids = _token_ids(tokens[request_id], state.config.vocab_size, request_id)
+        ids = _token_ids(chunk, state.config.vocab_size, request_id)
         if not len(ids) and not request.has_pending:
             raise RequestError(
                 f"request {request_id}: expected at least one token to feed, got none and nothing is pending",
@@ -186,8 +191,20 @@ def _runnable(state: DecodeState, request_id: int) -> Request:
     return request
 
 
-def _distinct(ids: Iterable[int], field: str) -> tuple[int, ...]:
-    found = tuple(ids)
+def _mapping(given: Any, field: str) -> dict[Any, Any]:
+    if not isinstance(given, Mapping):
+        raise RequestError(
+            f"{field}: expected a mapping from request ids, got {type(given).__name__}", field=field, got=given
+        )
+    return dict(given)
+
+
+def _distinct(ids: Iterable[Any], field: str) -> tuple[int, ...]:
+    """Return request ids as plain integers (two tensors of one value are two keys of a dict), each once."""
+    try:
+        found = tuple(index(request_id) for request_id in ids)
+    except TypeError as error:
+        raise RequestError(f"{field}: expected request ids, got {ids!r}", field=field, got=ids) from error
     if len(set(found)) != len(found):
         raise RequestError(
             f"{field}: expected every request once, got {found}", field=field, expected="distinct ids", got=found
@@ -226,9 +243,21 @@ def _token_ids(ids: Any, vocab_size: int, request_id: int) -> Ints:
 
 
 def _plain_ids(ids: Any, request_id: int) -> Ints:
-    if isinstance(ids, torch.Tensor):
-        ids = ids.detach().cpu().numpy()
-    found = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids))
+    try:
+        if isinstance(ids, torch.Tensor):
+            found = ids.detach().cpu().numpy()
+        else:
+            found = np.asarray(ids if isinstance(ids, np.ndarray) else [*ids])
+            # Among integers numpy takes True for 1.
+            has_flags = not isinstance(ids, np.ndarray) and any(isinstance(i, bool) for i in ids)
+            found = found.astype(bool) if has_flags else found
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise RequestError(
+            f"request {request_id}: expected a flat sequence of integer token ids, got {type(ids).__name__} ({error})",
+            field="tokens",
+            expected="i64[T]",
+            got=type(ids).__name__,
+        ) from error
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
         raise RequestError(
             f"request {request_id}: expected a flat sequence of integer token ids, got {found.dtype} of shape "

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..state.batch import ScheduleBatch
 from ..state.decode import DecodeState
+from ..state.errors import ShapeError
 
 __all__ = ["relay"]
 
@@ -26,7 +27,16 @@ def relay(state: DecodeState, batch: ScheduleBatch, ids: Tensor) -> DecodeState:
         ids: i64[B]. Sampled tokens, by batch row.
     Returns:
         The state with ``relay[row of request] = id``; all other entries unchanged.
+    Raises:
+        ShapeError: not one i64 id per batch row.
     """
+    if ids.dtype is not torch.int64 or ids.shape != (len(batch.request_ids),):
+        raise ShapeError(
+            f"relay: expected ids i64[{len(batch.request_ids)}], one per batch row, got {ids.dtype} {tuple(ids.shape)}",
+            field="ids",
+            expected=(len(batch.request_ids),),
+            got=tuple(ids.shape),
+        )
     rows = torch.from_numpy(batch.req_pool_indices).to(ids.device)
     with state.relay.write({"token_ids": rows}) as write:
         write.tensors["token_ids"].index_copy_(0, rows, ids)

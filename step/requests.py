@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from ..model.model import Model
 from ..state.capacity import C4_RATIO, C128_PAGE, C128_RATIO, Capacity, PoolSizes
 from ..state.decode import DecodeState, Request, find_request
-from ..state.errors import ConfigError
+from ..state.errors import ConfigError, RequestError
 from ..state.handles import create_handle
 from ..state.kv import C4_RING, C128_RING, KVState, init_kv
 from ..state.pages import FreeList, c128_pages
 from ..state.sampling import (
+    SEED_LIMIT,
     SamplingParams,
     SamplingState,
     add_row,
@@ -59,6 +60,10 @@ def init_state(model: Model, capacity: Capacity, *, page_size: int = 128, seed: 
             expected=f"<= {model.config.max_position_embeddings}",
             got=capacity.context,
         )
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < SEED_LIMIT:
+        raise ConfigError(
+            f"seed: expected an integer, 0 <= seed < 2**64, got {seed!r}", field="seed", expected="u64", got=seed
+        )
     sizes = PoolSizes.of(capacity, page_size)
     return DecodeState(
         config=model.config,
@@ -87,10 +92,12 @@ def open_request(state: DecodeState, params: SamplingParams | None = None) -> tu
         RequestError: ids in ``params`` outside the vocabulary.
     """
     request_id = state.next_id
+    params = SamplingParams() if params is None else params
+    _check_params(state, params)
     sampling = add_row(
         state.sampling,
         request_id,
-        params or SamplingParams(),
+        params,
         base_seed=state.seed,
         vocab_size=state.config.vocab_size,
         device=state.kv.device,
@@ -104,6 +111,21 @@ def open_request(state: DecodeState, params: SamplingParams | None = None) -> tu
         sampling=sampling,
     )
     return state, request_id
+
+
+def _check_params(state: DecodeState, params: SamplingParams) -> None:
+    """Refuse what is no ``SamplingParams``, or one that holds back every token of this model."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(
+            f"params: expected SamplingParams, got {type(params).__name__}", field="params", expected="SamplingParams"
+        )
+    check_vocabulary(params, state.config.vocab_size)
+    held_back = {*params.stop_token_ids, *state.config.eos_token_id}
+    if params.min_new_tokens and len(held_back) >= state.config.vocab_size:
+        raise RequestError(
+            "stop_token_ids: with the model's own they are every token, and min_new_tokens holds them all back",
+            field="stop_token_ids",
+        )
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -243,7 +265,15 @@ def _forked_sampling(state: DecodeState, parent: Request, fork_id: int, params: 
     """Continue the parent's sampling row, counting its tokens where new penalties need it."""
     history = None
     if params is not None:
-        check_vocabulary(params, state.config.vocab_size)
+        _check_params(state, params)
+        if params.max_new_tokens is not None and params.max_new_tokens <= len(parent.outputs):
+            raise RequestError(
+                f"max_new_tokens: request {parent.request_id} has {len(parent.outputs)} outputs already, and a fork "
+                f"counts them; expected more than that, got {params.max_new_tokens}",
+                field="max_new_tokens",
+                expected=f"> {len(parent.outputs)}",
+                got=params.max_new_tokens,
+            )
         if params.has_penalties and not row_of(state.sampling, parent.request_id).params.has_penalties:
             outputs = parent.outputs.numpy()
             left = np.bincount(parent.tokens.numpy(), minlength=state.config.vocab_size)

@@ -322,6 +322,18 @@ def test_one_held_version_costs_its_distinct_rows(plan: list[Rows]) -> None:
     assert same(snapshot_at(base), expected)
 
 
+def test_held_versions_keep_only_the_rows_up_to_the_next_held_one() -> None:
+    """Two held versions of one chain do not save the same write twice."""
+    base = counter(8)
+    middle = put(put(base, 0, 1), 1, 1)
+    newest = put(put(put(middle, 2, 2), 3, 2), 4, 2)
+    newest = put(put(newest, 5, 3), 6, 3)
+    assert base.saved_bytes() == (2 + 5) * (8 + ROW_NUMBER_BYTES)
+    assert base.rows("x", torch.arange(8)).tolist() == [0] * 8
+    assert middle.rows("x", torch.arange(8)).tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
+    assert newest.rows("x", torch.arange(8)).tolist() == [1, 1, 2, 2, 2, 3, 3, 0]
+
+
 def test_repeated_rows_are_kept_once_after_merging() -> None:
     """Rows that one write announces several times count once as soon as a later version is merged in."""
     base = handle = counter(4)
