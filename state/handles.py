@@ -408,12 +408,12 @@ class _Buffers:
     def check(self, name: str, numbers: Tensor) -> None:
         """Refuse what cannot be row numbers of a buffer."""
         self.find(name)
-        where = f"Handle: rows of {name}: expected i64[n]"
         if not isinstance(numbers, Tensor) or numbers.dtype is not torch.int64:
             got = getattr(numbers, "dtype", type(numbers).__name__)
-            raise DtypeError(f"{where}, got {got}; convert it", field=name, got=got)
+            raise DtypeError(f"Handle: rows of {name}: expected i64[n], got {got}; convert it", field=name, got=got)
         if numbers.dim() != 1:
-            raise ShapeError(f"{where}, got shape {tuple(numbers.shape)}; flatten it", field=name, got=numbers)
+            got = tuple(numbers.shape)
+            raise ShapeError(f"Handle: rows of {name}: expected i64[n], got {got}; flatten it", field=name, got=got)
 
     def find(self, name: str) -> Tensor:
         """Give a buffer by name."""
