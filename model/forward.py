@@ -11,7 +11,6 @@ from typing import Literal
 import attrs
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..ops.streams import split_streams
 from ..state.batch import ForwardBatch, MHCState
@@ -33,7 +32,7 @@ def embed_tokens(model: Model, batch: ForwardBatch) -> MHCState:
     Returns:
         All streams equal to the token embeddings.
     """
-    rows = F.embedding(batch.input_ids, model.params.embed)
+    rows = model.ops.embed_rows(batch.input_ids, model.params.embed, 0)
     return MHCState(streams=split_streams(rows, model.config.hc_mult))
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from .model import Model
@@ -92,4 +91,4 @@ def head_logits(model: Model, streams: Tensor) -> Tensor:
         streams, p.hc_head.fn, p.hc_head.base, p.hc_head.scale, eps=config.hc_eps, norm_eps=config.rms_norm_eps
     )
     hidden = ops.rms_norm(ops.join_streams(streams, weights), p.norm, config.rms_norm_eps)
-    return ops.linear(hidden.float(), p.head.float()).to(torch.float32)
+    return ops.cut_vocabulary(ops.linear(hidden.float(), p.head.float()), config.vocab_size)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import attrs
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..ops.compressor import overlap_groups, plain_groups
 from ..ops.dispatch import DIFFERENTIABLE, Ops
@@ -113,7 +112,7 @@ def forward_sequence(model: Model, token_ids: Tensor, *, ops: Ops = DIFFERENTIAB
     """
     model = attrs.evolve(model, ops=ops)
     params = model.params
-    streams = split_streams(F.embedding(token_ids, params.embed), model.config.hc_mult)
+    streams = split_streams(ops.embed_rows(token_ids, params.embed, 0), model.config.hc_mult)
     for p, ratio in zip(params.layers, model.config.compress_ratios, strict=True):
 
         def attention(x: Tensor, p: AttentionParams = p.attn, ratio: int = ratio) -> Tensor:

@@ -27,6 +27,7 @@ from . import (
     rotary,
     router,
     streams,
+    vocabulary,
 )
 
 __all__ = ["DIFFERENTIABLE", "FUSED", "INVARIANT", "REFERENCE", "Ops", "kernel_table"]
@@ -41,6 +42,8 @@ class Ops:
     """One implementation of every operator; signatures are those of the reference functions of the same name."""
 
     name: str
+    embed_rows: Kernel
+    cut_vocabulary: Kernel
     linear: Kernel
     grouped_linear: Kernel
     rms_norm: Kernel
@@ -65,6 +68,8 @@ class Ops:
 
 REFERENCE: Final = Ops(
     name="reference",
+    embed_rows=vocabulary.embed_rows,
+    cut_vocabulary=vocabulary.cut_vocabulary,
     linear=linear.linear,
     grouped_linear=linear.grouped_linear,
     rms_norm=norms.rms_norm,

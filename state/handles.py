@@ -22,11 +22,11 @@ What is kept
     differences are left, each with at most the distinct rows written since; with one older version, exactly those.
 
 What makes it safe
-    Buffers and arrows are changed by ``_Buffers.finish`` alone, which carries out a written intent and may be cut off
-    and repeated anywhere. A write announces "back to this version" before its body runs, and replaces that by "on to
-    the new version" afterwards: that one assignment is the commit. Every entry first finishes what it finds, so an
-    interrupt at any moment harms no version. Merging moves an arrow past a version without changing what either means,
-    so whom it counts as held decides about memory only, never about content.
+    Buffers and root are changed by ``_Buffers.finish`` alone, which carries out a written intent and may be cut off and
+    repeated anywhere. A write announces "back to this version" before its body runs, and replaces that by "on to the
+    new version" afterwards: that one assignment is the commit. Every entry first finishes what it finds, so an
+    interrupt at any moment harms no version. Merging only gives a difference rows that it inherits anyway, and then
+    leads its arrow past the version they came from; so who counts as held decides about memory, never about content.
 
 What it costs
     Time and memory follow the rows touched, never the size of a buffer (but for ``deepcopy`` and ``pickle``).
@@ -352,6 +352,7 @@ class _Buffers:
         self.intent = None
 
     def _reroot(self, node: _Node) -> None:
+        """Make ``node`` the root, turning round one arrow after the other, from the old root on."""
         path = []
         while node.link is not None:
             path.append((node, node.link))

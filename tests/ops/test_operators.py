@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from purestep.ops import compressor, experts, indexer, norms, quantize, rotary, router, streams
 from purestep.ops.dispatch import DIFFERENTIABLE, FUSED, INVARIANT, REFERENCE, Ops
 from purestep.ops.selection import top_indices
+from purestep.ops.vocabulary import cut_vocabulary, embed_rows, shard_rows
 from torch import Tensor
 
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}  # float32, sums of up to a few thousand terms of scale 1
@@ -83,6 +84,23 @@ def test_rotation(seed: int, position: int) -> None:
     unit[0, 4] = 1.0
     moved = rotary.apply_rotary(unit, rotary.rotary_factors(torch.tensor([1]), frequencies))
     assert moved[0, 5].item() == pytest.approx(torch.tensor(1.0).sin().item())  # neighbours, not halves
+
+
+@pytest.mark.parametrize(
+    ("n_vocab", "ranks", "rows"),
+    [(129280, 1, 129280), (129280, 8, 16160), (129280, 16, 8080), (129280, 3, 43136), (1000, 4, 256), (1000, 3, 384)],
+)
+def test_vocabulary_shards(n_vocab: int, ranks: int, rows: int) -> None:
+    """Shards have the published sizes, their lookups sum to the dense one, and padding columns are cut."""
+    assert shard_rows(n_vocab, ranks) == rows
+    table, ids = draw(0, n_vocab, 2), torch.tensor([0, 1, n_vocab - 1, n_vocab // 2])
+    padded = torch.cat((table, torch.zeros(rows * ranks - n_vocab, 2)))
+    shards = [embed_rows(ids, padded[s * rows : (s + 1) * rows], s * rows) for s in range(ranks)]
+    assert torch.equal(torch.stack(shards).sum(0), table[ids])
+    assert all((torch.stack(shards).abs().sum(-1) > 0).sum(0) == 1)
+    logits = cut_vocabulary(-torch.ones(2, 2) @ padded.abs().T, n_vocab)
+    assert logits.shape == (2, n_vocab)
+    assert (logits <= 0).all()
 
 
 def test_pooling_matches_the_published_numbers() -> None:
@@ -236,6 +254,8 @@ def _arguments(seed: int, n: int) -> dict[str, tuple[tuple[Any, ...], dict[str, 
     mhc = {"n_iters": 20, "eps": 1e-6, "norm_eps": 1e-6}
     mask = torch.arange(150) < torch.arange(1, n + 1).view(n, 1, 1)
     return {
+        "embed_rows": ((torch.arange(n) % 7, draw(1, 5, 16), 2), {}),
+        "cut_vocabulary": ((draw(seed, n, 9), 7), {}),
         "linear": ((draw(seed, n, 16), draw(1, 12, 16)), {}),
         "grouped_linear": ((draw(seed, n, 2, 16), draw(1, 2, 12, 16)), {}),
         "rms_norm": ((draw(seed, n, 16), draw(1, 16), 1e-6), {}),
@@ -265,6 +285,9 @@ def _arguments(seed: int, n: int) -> dict[str, tuple[tuple[Any, ...], dict[str, 
     }
 
 
+EXACT = ("pick_entries", "round_fp8", "round_fp4", "embed_rows", "cut_vocabulary")
+"""Operators whose rows are data movement or rounding: nothing is summed."""
+
 OPERATORS = [field.name for field in attrs.fields(Ops) if field.name != "name"]
 
 
@@ -284,7 +307,7 @@ def test_operators_keep_the_contract(ops: Ops, name: str, n: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(args, before, strict=True) if isinstance(a, Tensor))
 
 
-@pytest.mark.parametrize("name", [name for name in OPERATORS if name not in ("pick_entries", "round_fp8", "round_fp4")])
+@pytest.mark.parametrize("name", [name for name in OPERATORS if name not in EXACT])
 @given(seed=st.integers(0, 999), n=st.integers(1, 40), place=st.integers(0, 39), mates=st.integers(1000, 1999))
 def test_invariant_operators_see_one_row(name: str, seed: int, n: int, place: int, mates: int) -> None:
     """In the row-independent table a row's bits are the same alone and anywhere among any others."""
