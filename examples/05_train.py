@@ -71,8 +71,6 @@ CONFIG = Config(
     num_hash_layers=1,
     rope_scaling=RopeScaling(factor=4.0, original_max_position_embeddings=1024),
     max_position_embeddings=4096,
-    # It learns in float32 and is stored in bfloat16; this is what it runs in unless told otherwise.
-    torch_dtype="float32",
 )
 
 STEP_TOKENS = 2048
