@@ -15,7 +15,8 @@ import purestep as ps
 import pytest
 from purestep.state.dims import AXES, DTYPES
 
-ROOT = Path(ps.__file__).parent
+ROOT = Path(__file__).parents[1]
+PACKAGE = Path(ps.__file__).parent  # the same place, or where the package is installed
 LAYERS = ("state", "ops", "model", "step", "serving")
 SOURCES = sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
 IDS = [str(path.relative_to(ROOT)) for path in SOURCES]
@@ -124,7 +125,7 @@ def test_one_copy_of_every_module() -> None:
     seen: dict[str, str] = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if file and Path(file).is_relative_to(ROOT) and not Path(file).is_relative_to(ROOT / "tests"):
+        if file and Path(file).is_relative_to(PACKAGE) and not Path(file).is_relative_to(ROOT / "tests"):
             assert seen.setdefault(file, name) == name, f"{file} is loaded as {seen[file]} and {name}"
 
 

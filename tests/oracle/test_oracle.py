@@ -398,14 +398,15 @@ def test_replay_reproduces_and_redirects_choices() -> None:
     trace: dict[str, Any] = {}
     own = oracle_logits(config, tensors, ids, trace=trace)
     picks = picks_from_trace(trace)
-    assert torch.equal(oracle_logits(config, tensors, ids, replay=picks), own)
+    # Not bit for bit: other rows beside a row may change how the BLAS sums it.
+    assert_close(oracle_logits(config, tensors, ids, replay=picks), own, 1e-5)
     for layer, key in ((0, "entry_ids"), (1, "expert_ids")):
         changed = copy.deepcopy(picks)
         row = changed[layer][key][50]
         row[0] = next(i for i in range(6) if i not in row.tolist())
         got = oracle_logits(config, tensors, ids, replay=changed)
-        assert torch.equal(got[:50], own[:50])
-        assert not torch.equal(got[50], own[50])
+        assert_close(got[:50], own[:50], 1e-5)
+        assert (got[50] - own[50]).abs().max() > 1e-3
 
 
 def test_comparable_rows_follow_where_a_choice_can_reach() -> None:
