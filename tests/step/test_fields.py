@@ -93,17 +93,20 @@ def test_decode_closes_groups() -> None:
 @examples(4)
 @given(data=st.data())
 def test_rows_may_be_shuffled(data: st.DataObject) -> None:
-    """CMP-07: rows in a new order every step, one request leaving and one joining: tokens equal the solo runs."""
-    texts = [data.draw(prompts(20)) for _ in range(4)]
+    """CMP-07: rows in a new order every step, one request leaving and one joining: tokens and logits equal the solo runs."""
+    # Groups of 4 and of 128 close while the rows move.
+    texts = [ids_of(data.draw(st.sampled_from((121, 124, 126, 3, 9))), seed=i) for i in range(4)]
     params = [attrs.evolve(ENDLESS, temperature=1.0, seed=i) for i in range(4)]
     state = fresh(MODEL, 3)
     said: dict[int, list[int]] = {}
+    rows: dict[int, list[Tensor]] = {}
     for i in range(3):
         state, _ = ps.open_request(state, params[i])
     state, out = ps.extend_step(MODEL, state, dict(enumerate(texts[:3])))
     for step in range(8):
-        for request_id, token in zip(out.request_ids, out.next_token_ids, strict=True):
-            said.setdefault(request_id, []).append(token)
+        for i, request_id in enumerate(out.request_ids):
+            said.setdefault(request_id, []).append(out.next_token_ids[i])
+            rows.setdefault(request_id, []).append(out.logits[i])
         if step == 3:
             state, _ = ps.open_request(ps.close_request(state, 1), params[3])
             state, out = ps.extend_step(MODEL, state, {3: texts[3]})
@@ -111,8 +114,9 @@ def test_rows_may_be_shuffled(data: st.DataObject) -> None:
             order = data.draw(st.permutations([r.request_id for r in state.requests]))
             state, out = ps.decode_step(MODEL, state, only=order)
     for request_id, tokens in said.items():
-        alone, _ = run_alone(MODEL, texts[request_id], len(tokens) - 1, params[request_id])
+        alone, logits = run_alone(MODEL, texts[request_id], len(tokens) - 1, params[request_id])
         assert tokens == alone
+        close(torch.stack(rows[request_id]), logits)
 
 
 @examples(4)
