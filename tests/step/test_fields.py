@@ -93,9 +93,9 @@ def test_decode_closes_groups() -> None:
 @examples(4)
 @given(data=st.data())
 def test_rows_may_be_shuffled(data: st.DataObject) -> None:
-    """CMP-07: rows in a new order every step, one request leaving and one joining: tokens and logits equal the solo runs."""
+    """CMP-07: rows in a new order every step, one request leaving and one joining: all equals the solo runs."""
     # Groups of 4 and of 128 close while the rows move.
-    texts = [ids_of(data.draw(st.sampled_from((121, 124, 126, 3, 9))), seed=i) for i in range(4)]
+    texts = [ids_of(data.draw(st.sampled_from((125, 126, 127, 3))), seed=i) for i in range(4)]
     params = [attrs.evolve(ENDLESS, temperature=1.0, seed=i) for i in range(4)]
     state = fresh(MODEL, 3)
     said: dict[int, list[int]] = {}
