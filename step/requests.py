@@ -246,7 +246,7 @@ def fork_request(
     fork_id = state.next_id
     sampled = _forked_sampling(state, parent, fork_id, sampling)
     free_rows, (row,) = state.table.free_rows.take(1)
-    table, copies = _forked_table(attrs.evolve(state.table, free_rows=free_rows), state.kv, parent, row)
+    table, copies = _forked_table(attrs.evolve(state.table, free_rows=free_rows), parent, row)
     with state.relay.write({"token_ids": torch.tensor([row], device=state.kv.device)}) as write:
         write.tensors["token_ids"][row] = write.tensors["token_ids"][parent.row]
     state = attrs.evolve(
@@ -288,7 +288,7 @@ _Copy = tuple[str, Ints, Ints]
 """Buffer name, slots read, slots written; in every layer of the buffer."""
 
 
-def _forked_table(table: RequestTable, kv: KVState, parent: Request, row: int) -> tuple[RequestTable, list[_Copy]]:
+def _forked_table(table: RequestTable, parent: Request, row: int) -> tuple[RequestTable, list[_Copy]]:
     """Name the parent's whole pages from ``row`` too, and take own pages for the partly filled ones."""
     sizes, n = table.sizes, parent.kv_len
     n_rest, n_rest_c128 = n % sizes.page_size, n // C128_RATIO % C128_PAGE
