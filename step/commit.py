@@ -37,10 +37,10 @@ def commit(state: DecodeState, ids: Tensor | None) -> tuple[DecodeState, Mapping
         raise RequestError("commit: expected a launched step, got none; prepare one first", field="launched")
     if ids is None:
         return attrs.evolve(state, launched=None), {}
-    _check_ids(ids, len(batch.request_ids), state.config.vocab_size)
+    sampled = _read_ids(ids, len(batch.request_ids), state.config.vocab_size)
     changed: dict[int, Request] = {}
     finished: dict[int, str] = {}
-    for request_id, token_id in zip(batch.request_ids, ids.tolist(), strict=True):
+    for request_id, token_id in zip(batch.request_ids, sampled, strict=True):
         request = find_request(state, request_id)
         outputs = request.outputs.append(token_id)
         params = row_of(state.sampling, request_id).params
@@ -52,7 +52,8 @@ def commit(state: DecodeState, ids: Tensor | None) -> tuple[DecodeState, Mapping
     return attrs.evolve(state, requests=replace_requests(state, changed), launched=None), finished
 
 
-def _check_ids(ids: Tensor, n_rows: int, vocab_size: int) -> None:
+def _read_ids(ids: Tensor, n_rows: int, vocab_size: int) -> list[int]:
+    """Read the sampled ids on the host, the only time in a step, and check them."""
     if ids.dtype is not torch.int64 or ids.shape != (n_rows,):
         raise ShapeError(
             f"commit: expected ids i64[{n_rows}], one per row of the launched step, got {ids.dtype} {tuple(ids.shape)}",
@@ -60,9 +61,11 @@ def _check_ids(ids: Tensor, n_rows: int, vocab_size: int) -> None:
             expected=(n_rows,),
             got=tuple(ids.shape),
         )
-    bad = [token_id for token_id in ids.tolist() if not 0 <= token_id < vocab_size]
+    sampled: list[int] = ids.tolist()
+    bad = [token_id for token_id in sampled if not 0 <= token_id < vocab_size]
     if bad:
         raise RequestError(f"commit: expected ids in [0, {vocab_size}), got {bad[:8]}", field="ids", got=bad[:8])
+    return sampled
 
 
 def _finish_reason(

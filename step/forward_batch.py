@@ -52,7 +52,7 @@ def forward_batch(
         req_pool_indices=pool_rows,
         seq_lens=seq_lens,
         seq_lens_cpu=batch.seq_lens,
-        seq_lens_sum=int(batch.seq_lens.sum()),
+        seq_lens_sum=batch.seq_lens_sum,
         orig_seq_lens=torch.from_numpy(batch.orig_seq_lens).to(device),
         positions=torch.from_numpy(positions).to(device),
         out_cache_loc=layout.kernel(VirtualLoc(ids=virtual)).ids,
