@@ -114,8 +114,8 @@ FUSED: Final = attrs.evolve(
 INVARIANT: Final = attrs.evolve(
     REFERENCE,
     name="invariant",
-    linear=invariant.by_rows(REFERENCE.linear, 1),
-    grouped_linear=invariant.by_rows(REFERENCE.grouped_linear, 1),
+    linear=invariant.linear,
+    grouped_linear=invariant.grouped_linear,
     rms_norm=invariant.by_rows(REFERENCE.rms_norm, 1),
     normalize_query=invariant.by_rows(REFERENCE.normalize_query, 1),
     apply_rotary=invariant.by_rows(REFERENCE.apply_rotary, 2),

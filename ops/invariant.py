@@ -5,9 +5,9 @@ local to a row runs here on tiles of exactly ``ROWS`` rows, padded with zeros, a
 ``KEYS`` keys whose partial sums are added one after the other: every call then has one shape, whatever the batch, and a
 tile of masked keys adds exact zeros.
 
-Measured on CPU: within a tile of 16 rows a matrix product gives a row the same bits at every place, in float32 and
-bfloat16, once its inner width is at least 8 (below, the BLAS takes other paths for the last rows). Every real model has
-wider matrices; a test covers each operator.
+Measured on CPU: within a tile of 8 or 16 rows a matrix product gives a row the same bits at every place, in float32 and
+bfloat16, once its inner width is a multiple of 4 and at least 8 (else the BLAS takes other paths for the last rows), so
+other widths are padded with zeros. 8 rows are what a small batch wastes least with.
 
 Source: none; the idea is that of batch-invariant kernels, in its plainest form.
 """
@@ -20,15 +20,19 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from . import experts as plain
 from . import indexer
-from .linear import linear
+from . import linear as product
 
-__all__ = ["attend", "by_rows", "experts_sorted", "index_scores"]
+__all__ = ["attend", "by_rows", "experts_sorted", "grouped_linear", "index_scores", "linear"]
 
-ROWS: Final = 16
+ROWS: Final = 8
 """Rows of every call."""
+
+WIDTH: Final = 8
+"""Inner widths of matrix products are padded to a multiple of this."""
 
 KEYS: Final = 128
 """Keys of every attention tile."""
@@ -48,10 +52,13 @@ def by_rows(operator: Callable[..., Any], n_row_arguments: int) -> Callable[...,
     def tiled(*args: Any, **options: Any) -> Any:
         row_args, rest = args[:n_row_arguments], args[n_row_arguments:]
         n_rows = row_args[0].shape[0]
-        padded = [_padded(arg, ROWS, 0) for arg in row_args]
-        outs = [operator(*tiles, *rest, **options) for tiles in zip(*(arg.split(ROWS) for arg in padded), strict=True)]
-        if not outs:
+        if not n_rows:
             return operator(*args, **options)
+        padded = [_padded(arg, ROWS, 0) for arg in row_args]
+        if n_rows <= ROWS:
+            out = operator(*padded, *rest, **options)
+            return tuple(part[:n_rows] for part in out) if isinstance(out, tuple) else out[:n_rows]
+        outs = [operator(*tiles, *rest, **options) for tiles in zip(*(arg.split(ROWS) for arg in padded), strict=True)]
         if isinstance(outs[0], tuple):
             return tuple(torch.cat(parts)[:n_rows] for parts in zip(*outs, strict=True))
         return torch.cat(outs)[:n_rows]
@@ -64,16 +71,40 @@ def _padded(x: Tensor, size: int, axis: int) -> Tensor:
     missing = -x.shape[axis] % size
     if not missing:
         return x
-    shape = list(x.shape)
-    shape[axis] = missing
-    return torch.cat((x, x.new_zeros(shape)), dim=axis)
+    behind = x.dim() - 1 - axis % x.dim()
+    return F.pad(x, (0, 0) * behind + (0, missing))
 
 
-_linear = by_rows(linear, 1)
+def linear(x: Tensor, w: Tensor) -> Tensor:
+    """Multiply rows by a weight in tiles of rows; see ``linear.linear``.
+
+    Args:
+        x: float[T,H].
+        w: float[F,H].
+    Returns:
+        float[T,F].
+    """
+    return _linear(_padded(x, WIDTH, -1), _padded(w, WIDTH, -1))
+
+
+def grouped_linear(x: Tensor, w: Tensor) -> Tensor:
+    """Multiply every group of channels by its own weight in tiles of rows; see ``linear.grouped_linear``.
+
+    Args:
+        x: float[T,G,D].
+        w: float[G,U,D].
+    Returns:
+        float[T,G,U].
+    """
+    return _grouped_linear(_padded(x, WIDTH, -1), _padded(w, WIDTH, -1))
+
+
+_linear: Callable[..., Tensor] = by_rows(product.linear, 1)
+_grouped_linear: Callable[..., Tensor] = by_rows(product.grouped_linear, 1)
 
 
 def _experts_tile(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
-    return plain.run_sorted(x, ids, weights, w13, w2, limit, _linear)
+    return plain.run_sorted(x, ids, weights, w13, w2, limit, linear)
 
 
 _LIBRARY = torch.library.Library("purestep", "FRAGMENT")

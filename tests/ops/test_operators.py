@@ -327,6 +327,20 @@ def test_invariant_operators_see_one_row(name: str, seed: int, n: int, place: in
         assert torch.equal(single[0], batch[place])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@given(data=st.data(), width=st.integers(1, 40), n_out=st.integers(1, 20), n=st.integers(1, 20))
+def test_invariant_products_of_any_width_see_one_row(
+    dtype: torch.dtype, data: st.DataObject, width: int, n_out: int, n: int
+) -> None:
+    """Matrix products of the row-independent table keep a row's bits at every place, whatever the widths."""
+    place = data.draw(st.integers(0, n - 1))
+    x, w = draw(0, n, width).to(dtype), draw(1, n_out, width).to(dtype)
+    assert torch.equal(INVARIANT.linear(x, w)[place], INVARIANT.linear(x[place : place + 1], w)[0])
+    grouped, weights = torch.stack((x, x.flip(0)), dim=1), torch.stack((w, w.flip(0)))
+    many, alone = (INVARIANT.grouped_linear(rows, weights) for rows in (grouped, grouped[place : place + 1]))
+    assert torch.equal(many[place], alone[0])
+
+
 def _parts(result: Any) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
