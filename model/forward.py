@@ -19,6 +19,7 @@ from ..state.kv import KVState
 from .layer import head_logits, layer
 from .model import Model
 from .paged import Rotations, paged_attention, rotations, write_rows
+from .stages import Tap, layer_tap, untapped
 
 __all__ = ["embed_tokens", "forward", "layer_step"]
 
@@ -44,17 +45,20 @@ def _run_layer(
     buffers: Mapping[str, Tensor],
     batch: ForwardBatch,
     factors: Rotations,
+    tap: Tap,
 ) -> Tensor:
-    p = model.params.layers[i]
+    p, tap = model.params.layers[i], layer_tap(tap, i)
 
     def attention(x: Tensor) -> Tensor:
-        return paged_attention(model, i, p.attn, x, buffers, kv.layout, batch, factors)
+        return paged_attention(model, i, p.attn, x, buffers, kv.layout, batch, factors, tap)
 
-    return layer(model, p, streams, batch.input_ids, attention)
+    return layer(model, p, streams, batch.input_ids, attention, tap)
 
 
 @torch.no_grad()
-def layer_step(model: Model, i: int, mhc: MHCState, kv: KVState, batch: ForwardBatch) -> tuple[MHCState, KVState]:
+def layer_step(
+    model: Model, i: int, mhc: MHCState, kv: KVState, batch: ForwardBatch, *, tap: Tap = untapped
+) -> tuple[MHCState, KVState]:
     """Run layer ``i`` of a step: write its new state, read its history, update the streams.
 
     Args:
@@ -63,6 +67,7 @@ def layer_step(model: Model, i: int, mhc: MHCState, kv: KVState, batch: ForwardB
         mhc: streams before the layer.
         kv: caches before the layer.
         batch: the step.
+        tap: sees the layer's stages, and may replace them.
     Returns:
         (mhc, kv): streams after the layer; caches with this layer's rows written. The inputs keep their content.
     """
@@ -71,13 +76,18 @@ def layer_step(model: Model, i: int, mhc: MHCState, kv: KVState, batch: ForwardB
         raise RequestError(f"layer: expected 0..{last}, got {i}", field="layer", expected=f"0..{last}", got=i)
     rows = write_rows(kv.layout, batch.metadata, range(i, i + 1))
     with kv.handle.write(rows) as write:
-        streams = _run_layer(model, i, mhc.streams, kv, write.tensors, batch, rotations(model, batch))
+        streams = _run_layer(model, i, mhc.streams, kv, write.tensors, batch, rotations(model, batch), tap)
     return MHCState(streams=streams), attrs.evolve(kv, handle=write.handle)
 
 
 @torch.no_grad()
 def forward(
-    model: Model, kv: KVState, batch: ForwardBatch, *, logits: Literal["last", "all", "none"] = "last"
+    model: Model,
+    kv: KVState,
+    batch: ForwardBatch,
+    *,
+    logits: Literal["last", "all", "none"] = "last",
+    tap: Tap = untapped,
 ) -> tuple[KVState, Tensor]:
     """Run all layers of a step and the head.
 
@@ -89,6 +99,7 @@ def forward(
         kv: caches before the step.
         batch: the step.
         logits: of each request's last token, of every token, or none (an intermediate chunk).
+        tap: sees every stage of every layer, and may replace it.
     Returns:
         (kv, logits): caches with the step's rows written; f32[B,V], f32[T,V] or f32[0,V]. ``kv`` given keeps its
         content.
@@ -100,7 +111,8 @@ def forward(
         factors = rotations(model, batch)
         streams = embed_tokens(model, batch).streams
         for i in layers:
-            streams = _run_layer(model, i, streams, kv, write.tensors, batch, factors)
+            streams = _run_layer(model, i, streams, kv, write.tensors, batch, factors, tap)
+        streams = tap("final.streams", streams)
         if logits != "all":
             kept = batch.last_rows if logits == "last" else batch.last_rows[:0]
             streams = streams.index_select(0, kept)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from .model import Model
 from .params import LayerParams, MoEParams, StreamParams
+from .stages import Tap, untapped
 
 __all__ = ["head_logits", "layer", "mixture"]
 
@@ -33,7 +35,7 @@ def _around(
     return ops.update_streams(streams, sublayer(x), post, comb)
 
 
-def mixture(model: Model, p: MoEParams, x: Tensor, token_ids: Tensor) -> Tensor:
+def mixture(model: Model, p: MoEParams, x: Tensor, token_ids: Tensor, tap: Tap = untapped) -> Tensor:
     """Run the mixture of experts.
 
     Args:
@@ -41,25 +43,42 @@ def mixture(model: Model, p: MoEParams, x: Tensor, token_ids: Tensor) -> Tensor:
         p: weights of the sublayer.
         x: float[...,T,H]. Normed sublayer input.
         token_ids: i64[...,T]. What hash layers route by.
+        tap: of the layer. Expert ids that it changes are weighed anew from the router logits.
     Returns:
         float[...,T,H].
     Rounding: routed sum and shared expert added in f32, then one rounding.
     """
     ops, config = model.ops, model.config
-    logits = ops.linear(x.float(), p.gate.float())
+    logits = tap("ffn.router_logits", ops.linear(x.float(), p.gate.float()))
     if p.tid2eid is not None:
         chosen = p.tid2eid.index_select(0, token_ids.flatten()).unflatten(0, token_ids.shape)
         ids, weights = ops.route_hash(logits, chosen, config.routed_scaling_factor)
     else:
         ids, weights = ops.route_scored(logits, p.bias, config.num_experts_per_tok, config.routed_scaling_factor)
+    ids, weights = _tap_choice(model, logits, ids, weights, tap)
     routed = ops.experts(x, ids, weights, p.w13, p.w2, config.swiglu_limit)
     limit = config.swiglu_limit if model.numerics.clamp_shared_expert else None
     shared = ops.expert(x, p.shared_w13, p.shared_w2, limit)
     return (routed + shared.float()).to(x.dtype)
 
 
+def _tap_choice(model: Model, logits: Tensor, ids: Tensor, weights: Tensor, tap: Tap) -> tuple[Tensor, Tensor]:
+    """Let the tap see and replace the choice of experts: (ids i64[...,T,K], weights f32[...,T,K])."""
+    used = tap("ffn.expert_ids", ids)
+    if used is not ids:
+        _, anew = model.ops.route_hash(logits, used, model.config.routed_scaling_factor)
+        # Rows that keep their experts keep their bits, whichever kernel weighed them.
+        weights = torch.where((used == ids).all(-1, keepdim=True), weights, anew)
+    return used, tap("ffn.expert_weights", weights)
+
+
 def layer(
-    model: Model, p: LayerParams, streams: Tensor, token_ids: Tensor, attention: Callable[[Tensor], Tensor]
+    model: Model,
+    p: LayerParams,
+    streams: Tensor,
+    token_ids: Tensor,
+    attention: Callable[[Tensor], Tensor],
+    tap: Tap = untapped,
 ) -> Tensor:
     """Run one layer on the residual streams.
 
@@ -69,11 +88,19 @@ def layer(
         streams: float[...,T,M,H].
         token_ids: i64[...,T].
         attention: float[...,T,H] -> float[...,T,H]; where the cached and the cache-free path differ.
+        tap: of the layer.
     Returns:
         float[...,T,M,H].
     """
-    streams = _around(model, p.hc_attn, p.attn_norm, streams, attention)
-    return _around(model, p.hc_ffn, p.ffn_norm, streams, lambda x: mixture(model, p.ffn, x, token_ids))
+
+    def attn(x: Tensor) -> Tensor:
+        return tap("attn.output", attention(tap("attn.input", x)))
+
+    def ffn(x: Tensor) -> Tensor:
+        return tap("ffn.output", mixture(model, p.ffn, tap("ffn.input", x), token_ids, tap))
+
+    streams = _around(model, p.hc_attn, p.attn_norm, tap("streams", streams), attn)
+    return _around(model, p.hc_ffn, p.ffn_norm, tap("ffn.streams", streams), ffn)
 
 
 def head_logits(model: Model, streams: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ Source: DeepSeek-V4 ``inference/model.py`` (``Attention.forward``), SGLang 0.5.2
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
 
 import attrs
 import torch
@@ -20,28 +19,13 @@ from ..ops.rotary import rotary_factors
 from ..state.batch import AttentionMetadata, ChunkMetadata, CompressorMetadata, ForwardBatch, SingleMetadata
 from ..state.capacity import C4_RATIO, C128_PAGE, C128_RATIO
 from ..state.kv import KVLayout
-from .attention import (
-    compressor_inputs,
-    finish_entries,
-    index_query,
-    index_weights,
-    project_kv,
-    project_output,
-    project_query,
-)
+from .attention import compressor_inputs, finish_entries, project_kv, project_output, project_query
 from .model import Model
 from .params import AttentionParams, CompressorParams
+from .reading import GATHER_BUDGET, MIN_BLOCK, SCORE_BUDGET, entry_picks, gather_rows, in_token_order, paged_loc
+from .stages import Tap, untapped
 
 __all__ = ["Rotations", "paged_attention", "rotations", "write_rows"]
-
-GATHER_BUDGET: Final = 1 << 25
-"""Largest number of key channels gathered at once for rows that own their keys."""
-
-MIN_BLOCK: Final = 64
-"""Rows that are always gathered together; any decode batch of this size stays one block."""
-
-SCORE_BUDGET: Final = 1 << 24
-"""Largest number of scores held at once while a chunk attends; query rows are tiled to stay below it."""
 
 Rotations = Mapping[tuple[int, str], Tensor]
 """(ratio, "tokens" or "entries") -> complex64[T or C,R/2]."""
@@ -95,6 +79,7 @@ def paged_attention(
     layout: KVLayout,
     batch: ForwardBatch,
     factors: Rotations,
+    tap: Tap = untapped,
 ) -> Tensor:
     """Run the attention sublayer of one layer on the tokens of a step.
 
@@ -107,15 +92,16 @@ def paged_attention(
         layout: of the caches.
         batch: the step.
         factors: of ``rotations``.
+        tap: of the layer.
     Returns:
         float[T,H].
     """
-    ratio, meta = layout.kinds[layer], batch.metadata
+    ratio, meta, c4_page = layout.kinds[layer], batch.metadata, layout.sizes.c4_page
     view = {name: _view(buffers, layout, name, layer) for name in layout.buffers_of(layer)}
     turn = factors[ratio, "tokens"]
     q, low = project_query(model, p, x, turn)
     view["swa"].index_copy_(0, meta.swa_loc, project_kv(model, p, x, turn))
-    index: tuple[Tensor, Tensor] | None = None
+    picks: Tensor | None = None
     if ratio:
         assert p.compressor is not None, "a layer with a ratio has a compressor: the loader checks it"
         name = "c4" if ratio == C4_RATIO else "c128"
@@ -125,33 +111,15 @@ def paged_attention(
         assert p.indexer is not None, "a ratio-4 layer has an indexer: the loader checks it"
         compressor = p.indexer.compressor
         _compress(model, compressor, x, view["index"], view["index_state"], plan, turn_entries, index_key=True)
-        if _longest(meta) // C4_RATIO > model.config.index_topk:
-            index = index_query(model, p.indexer, low, turn), index_weights(model, p.indexer, x)
-    c4_page = layout.sizes.c4_page
-    parts = [] if meta.singles is None else [_attend_singles(model, p, q, index, view, ratio, c4_page, meta.singles)]
-    parts += [_attend_chunk(model, p, q, index, view, ratio, chunk) for chunk in meta.chunks]
-    o = parts[0] if len(parts) == 1 else torch.cat(parts).index_select(0, _token_order(meta, x.device))
-    return project_output(model, p, o, turn)
+        picks = entry_picks(model, p.indexer, x, low, turn, view["index"], c4_page, batch, tap)
+    parts = [] if meta.singles is None else [_attend_singles(model, p, q, picks, view, ratio, c4_page, meta.singles)]
+    parts += [_attend_chunk(model, p, q, picks, view, ratio, chunk) for chunk in meta.chunks]
+    return project_output(model, p, tap("attn.heads", in_token_order(meta, parts)), turn)
 
 
 def _view(buffers: Mapping[str, Tensor], layout: KVLayout, name: str, layer: int) -> Tensor:
     n_slots = layout.n_slots(name)
     return buffers[name].narrow(0, layout.place(name, layer) * n_slots, n_slots)
-
-
-def _longest(meta: AttentionMetadata) -> int:
-    """Return the largest visible length of the step, a host number."""
-    single = 0 if meta.singles is None else meta.singles.n_c4 * C4_RATIO
-    return max([single] + [chunk.seq_len for chunk in meta.chunks])
-
-
-def _token_order(meta: AttentionMetadata, device: torch.device) -> Tensor:
-    """Return where each token row lies in (single rows, chunks one after the other): i64[T]."""
-    rows = [] if meta.singles is None or meta.singles.rows is None else [meta.singles.rows]
-    for chunk in meta.chunks:
-        n_rows = chunk.seq_len - chunk.prefix_len
-        rows.append(torch.arange(chunk.start, chunk.start + n_rows, device=device))
-    return torch.cat(rows).argsort()
 
 
 def _compress(
@@ -190,7 +158,7 @@ def _attend_singles(
     model: Model,
     p: AttentionParams,
     q: Tensor,
-    index: tuple[Tensor, Tensor] | None,
+    picks: Tensor | None,
     view: Mapping[str, Tensor],
     ratio: int,
     c4_page: int,
@@ -199,12 +167,12 @@ def _attend_singles(
     """Attend from rows with keys of their own, in blocks that bound what is gathered: float[B,N,D]."""
     if meta.rows is not None:
         q = q.index_select(0, meta.rows)
-        index = index and (index[0].index_select(0, meta.rows), index[1].index_select(0, meta.rows))
+        picks = None if picks is None else picks.index_select(0, meta.rows)
     n_rows = meta.window_loc.shape[0]
     n_keys = meta.window_loc.shape[1] + {0: 0, C4_RATIO: meta.n_c4, C128_RATIO: meta.n_c128}[ratio]
     step = max(MIN_BLOCK, GATHER_BUDGET // (n_keys * model.config.head_dim))
     if n_rows <= step:
-        return _attend_block(model, p, q, index, view, ratio, c4_page, meta)
+        return _attend_block(model, p, q, picks, view, ratio, c4_page, meta)
     blocks = []
     for a in range(0, n_rows, step):
         part = slice(a, a + step)
@@ -217,7 +185,7 @@ def _attend_singles(
             c128_pages=meta.c128_pages[part],
             c128_visible=meta.c128_visible[part],
         )
-        chosen = index and (index[0][part], index[1][part])
+        chosen = None if picks is None else picks[part]
         blocks.append(_attend_block(model, p, q[part], chosen, view, ratio, c4_page, block))
     return torch.cat(blocks)
 
@@ -226,7 +194,7 @@ def _attend_block(
     model: Model,
     p: AttentionParams,
     q: Tensor,
-    index: tuple[Tensor, Tensor] | None,
+    picks: Tensor | None,
     view: Mapping[str, Tensor],
     ratio: int,
     c4_page: int,
@@ -234,27 +202,17 @@ def _attend_block(
 ) -> Tensor:
     """Gather the keys of every row, attend: float[B,N,D]."""
     mask = [meta.window_mask]
-    keys = [_gather(view["swa"], meta.window_loc, meta.window_mask)]
+    keys = [gather_rows(view["swa"], meta.window_loc, meta.window_mask)]
     if ratio == C4_RATIO and meta.n_c4:
-        loc_c4, mask_c4 = _paged_loc(meta.c4_pages, c4_page, meta.n_c4, meta.c4_visible)
-        if index is not None and meta.n_c4 > model.config.index_topk:
-            stored = _gather(view["index"], loc_c4, mask_c4)
-            scores = model.ops.index_scores(
-                index[0].unsqueeze(1),
-                stored,
-                index[1].unsqueeze(1),
-                rounding=model.numerics.index_score_rounding,
-            )
-            picks = model.ops.pick_entries(scores.squeeze(1), meta.c4_visible, model.config.index_topk)
-            # In order of position, so that a row reads its entries in one order whether or not it had to choose.
-            picks = torch.where(picks < 0, meta.n_c4, picks).sort(dim=-1).values
-            mask_c4 = picks < meta.n_c4
-            loc_c4 = loc_c4.gather(1, picks.clamp(max=meta.n_c4 - 1))
-        keys.append(_gather(view["c4"], loc_c4, mask_c4))
+        loc_c4, mask_c4 = paged_loc(meta.c4_pages, c4_page, meta.n_c4, meta.c4_visible)
+        if picks is not None:
+            picks = picks[:, : meta.n_c4]
+            loc_c4, mask_c4 = loc_c4.gather(1, picks.clamp(min=0)), picks >= 0
+        keys.append(gather_rows(view["c4"], loc_c4, mask_c4))
         mask.append(mask_c4)
     if ratio == C128_RATIO and meta.n_c128:
-        loc_c128, mask_c128 = _paged_loc(meta.c128_pages, C128_PAGE, meta.n_c128, meta.c128_visible)
-        keys.append(_gather(view["c128"], loc_c128, mask_c128))
+        loc_c128, mask_c128 = paged_loc(meta.c128_pages, C128_PAGE, meta.n_c128, meta.c128_visible)
+        keys.append(gather_rows(view["c128"], loc_c128, mask_c128))
         mask.append(mask_c128)
     o = model.ops.attend(
         q.unsqueeze(1),
@@ -267,24 +225,11 @@ def _attend_block(
     return o.squeeze(1)
 
 
-def _paged_loc(pages: Tensor, page_size: int, count: int, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn a page table into slots of entries 0..count-1 and the mask of the visible ones."""
-    offset = torch.arange(page_size, device=pages.device)
-    loc = (pages.unsqueeze(-1) * page_size + offset).flatten(1)[:, :count]
-    return loc, torch.arange(count, device=pages.device) < visible.unsqueeze(-1)
-
-
-def _gather(pool: Tensor, loc: Tensor, mask: Tensor) -> Tensor:
-    """Read pool rows; rows that the mask hides read as zero, whatever lies in the sink: float[B,X,D]."""
-    rows = pool.index_select(0, loc.flatten()).unflatten(0, loc.shape)
-    return rows.masked_fill_(~mask.unsqueeze(-1), 0)
-
-
 def _attend_chunk(
     model: Model,
     p: AttentionParams,
     q: Tensor,
-    index: tuple[Tensor, Tensor] | None,
+    picks: Tensor | None,
     view: Mapping[str, Tensor],
     ratio: int,
     chunk: ChunkMetadata,
@@ -295,10 +240,7 @@ def _attend_chunk(
     entry_loc = chunk.c4_loc if ratio == C4_RATIO else chunk.c128_loc
     n_entries = chunk.seq_len // ratio if ratio else 0
     entries = view["c4" if ratio == C4_RATIO else "c128"].index_select(0, entry_loc) if n_entries else None
-    is_picking = index is not None and n_entries > model.config.index_topk
-    stored = view["index"].index_select(0, entry_loc) if is_picking else None
     per_row = model.config.num_attention_heads * (model.config.sliding_window * 2 + n_entries)
-    per_row += model.config.index_n_heads * n_entries if is_picking else 0
     step = max(1, min(n_rows, 2 * model.config.sliding_window, SCORE_BUDGET // per_row))
     out = torch.empty_like(q[:n_rows])
     for a in range(0, n_rows, step):
@@ -312,9 +254,10 @@ def _attend_chunk(
         n_seen = (chunk.prefix_len + b) // ratio if ratio else 0
         if entries is not None and n_seen:
             visible = (position + 1) // ratio
-            seen = torch.arange(n_seen, device=q.device) < visible.unsqueeze(-1)
-            if index is not None and stored is not None and n_seen > model.config.index_topk:
-                seen = _picked(model, index[0][rows], stored[:n_seen], index[1][rows], visible)
+            if picks is None:
+                seen = torch.arange(n_seen, device=q.device) < visible.unsqueeze(-1)
+            else:
+                seen = _picked(picks[rows], n_seen)
             keys, mask = torch.cat((keys, entries[:n_seen])), torch.cat((mask, seen), dim=1)
         out[a:b] = model.ops.attend(
             q[rows],
@@ -327,11 +270,8 @@ def _attend_chunk(
     return out
 
 
-def _picked(model: Model, q: Tensor, keys: Tensor, weights: Tensor, visible: Tensor) -> Tensor:
-    """Let the indexer choose for the rows of one tile: bool[T,C]."""
-    scores = model.ops.index_scores(q, keys, weights, rounding=model.numerics.index_score_rounding)
-    picks = model.ops.pick_entries(scores, visible, model.config.index_topk)
+def _picked(picks: Tensor, n_seen: int) -> Tensor:
+    """Mark the entries that the rows of one tile read: bool[T,C]."""
     # One extra column takes the -1 of missing picks.
-    n = keys.shape[0]
-    hit = torch.zeros((picks.shape[0], n + 1), dtype=torch.bool, device=q.device)
-    return hit.scatter_(1, torch.where(picks < 0, n, picks), True)[:, :n]
+    hit = torch.zeros((picks.shape[0], n_seen + 1), dtype=torch.bool, device=picks.device)
+    return hit.scatter_(1, torch.where(picks < 0, n_seen, picks), True)[:, :n_seen]
