@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .captured import Captured
 from .values import value
 
 __all__ = [
@@ -74,6 +75,7 @@ class ScheduleBatch:
         orig_seq_lens: i64[B]. Equal to ``seq_lens`` here; upstream differs only for truncated inputs.
         seq_lens_sum: sum of ``seq_lens``.
         input_ids: i64[T] known on the host, or None: take them from the relay.
+        sample_rows: i64[B]. Rows whose request has no unfed token left; only these may sample.
         out_cache_loc: i64[T]. Full slots as allocated (virtual).
         out_cache_loc_dsv4: all four slot vectors.
     """
@@ -86,8 +88,14 @@ class ScheduleBatch:
     orig_seq_lens: Ints
     seq_lens_sum: int
     input_ids: Ints | None
+    sample_rows: Ints
     out_cache_loc: Ints
     out_cache_loc_dsv4: CacheLocs
+
+    @property
+    def sample_ids(self) -> tuple[int, ...]:
+        """Requests of ``sample_rows``, in row order."""
+        return tuple(self.request_ids[row] for row in self.sample_rows.tolist())
 
     @property
     def extend_lens(self) -> Ints:
@@ -266,6 +274,7 @@ class StepOutput:
         logits: f32[B,V], or f32[T,V] with ``logits="all"`` (rows of a request together, in order).
         logprobs: for rows that asked; None when none did.
         finished: request id -> "stop" or "length", for requests that this step ended.
+        captured: the inner stages that were asked for; None when none were, or when nothing ran.
     """
 
     request_ids: tuple[int, ...]
@@ -273,3 +282,4 @@ class StepOutput:
     logits: Tensor
     logprobs: Logprobs | None
     finished: Mapping[int, str]
+    captured: Captured | None = None

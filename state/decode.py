@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import attrs
+import numpy as np
+from numpy.typing import NDArray
 
 from .batch import ScheduleBatch
 from .capacity import Capacity
@@ -10,6 +12,7 @@ from .config import Config
 from .errors import RequestError
 from .handles import Handle
 from .kv import KVState
+from .numerics import Numerics
 from .sampling import SamplingState
 from .table import RequestTable
 from .tokens import TokenLog
@@ -26,11 +29,11 @@ class Request:
 
     Attributes:
         request_id: unique within a state and everything derived from it in one line.
-        row: row of the request table.
-        tokens: every token so far: ``kv_len`` fed ones, then the pending one if there is one.
-        outputs: the sampled ones among them; a forced token takes the place of the sampled one.
+        row: row of the request table; 0 while the request owns nothing (``retract_request``).
+        tokens: every token so far: ``kv_len`` fed ones, then those that the next step feeds first.
+        output_positions: positions of the sampled ones; a forced token takes the place of the sampled one.
         kv_len: positions that own a slot and whose content is written.
-        evicted_len: window pages of positions before this one have been given back.
+        evicted_len: window entries of positions before this one are gone.
         decode_count: decode steps so far.
         finished: why the request ended, or None.
     """
@@ -38,16 +41,39 @@ class Request:
     request_id: int
     row: int
     tokens: TokenLog
-    outputs: TokenLog
+    output_positions: TokenLog
     kv_len: int = 0
     evicted_len: int = 0
     decode_count: int = 0
     finished: str | None = None
 
     @property
+    def outputs(self) -> NDArray[np.int64]:
+        """The sampled tokens: i64[T]."""
+        return self.tokens.numpy()[self.output_positions.numpy()]
+
+    @property
+    def n_outputs(self) -> int:
+        """Number of sampled tokens."""
+        return len(self.output_positions)
+
+    @property
+    def n_unfed(self) -> int:
+        """Number of tokens that the next step feeds before anything else.
+
+        One after a step that sampled; several where a fork, a rewind or a retraction left tokens to recompute.
+        """
+        return len(self.tokens) - self.kv_len
+
+    @property
     def has_pending(self) -> bool:
-        """Tell whether a sampled token waits to be fed."""
-        return len(self.tokens) > self.kv_len
+        """Tell whether the last token was sampled and waits to be fed."""
+        return self.n_unfed > 0 and self.n_outputs > 0 and self.output_positions[-1] == len(self.tokens) - 1
+
+    @property
+    def is_parked(self) -> bool:
+        """Tell whether the request owns nothing but its tokens."""
+        return self.row == 0
 
 
 @value
@@ -57,6 +83,8 @@ class DecodeState:
 
     Attributes:
         config: numbers of the model that the caches are shaped for.
+        numerics: rounding choices that the caches were computed with.
+        fingerprint: of the model that the state was made for; saved files carry it.
         capacity: what the caller asked for.
         seed: base of the seeds of unseeded requests.
         next_id: id of the next request to open.
@@ -69,6 +97,8 @@ class DecodeState:
     """
 
     config: Config
+    numerics: Numerics
+    fingerprint: str
     capacity: Capacity
     seed: int
     next_id: int

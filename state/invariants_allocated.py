@@ -46,6 +46,23 @@ def slots_outside_sink(before: Ledger, batch: ScheduleBatch, after: Ledger) -> F
         yield "out_cache_loc", f"expected slots of at least {after.sizes.page_size}, got {listed(sunk)}"
 
 
+def rows_from_head(before: Ledger, batch: ScheduleBatch, after: Ledger) -> Found:
+    """N14: requests that were retracted take free rows from the head in batch order, all others keep theirs."""
+    n_taken = 0
+    for row in rows_of(before, batch, after):
+        expected = row.before.request.row
+        if row.before.request.is_parked:
+            expected = int(before.free_rows[n_taken]) if n_taken < len(before.free_rows) else -1
+            n_taken += 1
+        if row.after.request.row != expected:
+            yield row.name, f"expected row {expected}, got {row.after.request.row}"
+    if not np.array_equal(after.free_rows, before.free_rows[n_taken:]):
+        yield (
+            "free_rows",
+            f"expected {n_taken} rows taken from the head, leaving the rest, got {listed(after.free_rows)}",
+        )
+
+
 def slots_continue_page(before: Ledger, batch: ScheduleBatch, after: Ledger) -> Found:
     """A06: within a page the next slot is the last one plus one."""
     size = after.sizes.page_size
@@ -115,7 +132,7 @@ def table_extended(before: Ledger, batch: ScheduleBatch, after: Ledger) -> Found
     """A14: the table maps the new positions and is the same everywhere else."""
     expected = before.req_to_token.copy()
     for row in rows_of(before, batch, after):
-        expected[row.before.request.row, row.prefix : row.seq] = batch.out_cache_loc[row.tokens]
+        expected[row.after.request.row, row.prefix : row.seq] = batch.out_cache_loc[row.tokens]
     wrong = np.argwhere(expected != after.req_to_token)
     if len(wrong):
         places = [f"[{row},{position}]" for row, position in wrong.tolist()]
@@ -160,7 +177,7 @@ def eviction_moves_on(before: Ledger, batch: ScheduleBatch, after: Ledger) -> Fo
         if other is None:
             continue
         old, new = holding.request.evicted_len, other.request.evicted_len
-        if new < old or new % size or (new != old and request_id not in batch.request_ids):
+        if new < old or (new != old and new % size) or (new != old and request_id not in batch.request_ids):
             yield holding.name, f"expected evicted_len to stay or move on by pages of {size}, got {new} after {old}"
 
 
@@ -220,7 +237,7 @@ def sidecar_extended(before: Ledger, batch: ScheduleBatch, after: Ledger) -> Fou
     expected = before.sidecar.copy()
     for row in rows_of(before, batch, after):
         columns = slice(c128_pages(row.prefix), c128_pages(row.seq))
-        expected[row.before.request.row, columns] = after.sidecar[row.before.request.row, columns]
+        expected[row.after.request.row, columns] = after.sidecar[row.after.request.row, columns]
     wrong = np.argwhere(expected != after.sidecar)
     if len(wrong):
         places = [f"[{row},{column}]" for row, column in wrong.tolist()]
@@ -283,5 +300,6 @@ ALLOCATED: Final[Mapping[str, Callable[[Ledger, ScheduleBatch, Ledger], Found]]]
     "C11": written_entries_exclusive,
     "E03": segments_match_table,
     "E05": pages_opened,
+    "N14": rows_from_head,
 }
 """Predicates over (before, batch, after), by id."""

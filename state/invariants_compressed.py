@@ -58,9 +58,14 @@ def free_rows_cleared(ledger: Ledger) -> Found:
 def shared_entries_agree(ledger: Ledger) -> Found:
     """C13: two requests share a C128 page only at equal columns, whole, and after identical tokens."""
     span = C128_PAGE * C128_RATIO
+    named = count_names([h.sidecar[: h.n_c128] for h in ledger.holdings], ledger.sizes.c128_pages)
+    if (named <= 1).all():
+        return  # nothing is shared
     for one, other in combinations(ledger.holdings, 2):
-        same = common_prefix(one.tokens[: one.request.kv_len], other.tokens[: other.request.kv_len])
         mine, theirs = one.sidecar[: one.n_c128], other.sidecar[: other.n_c128]
+        if not np.isin(mine, theirs).any():
+            continue
+        same = common_prefix(one.tokens[: one.request.kv_len], other.tokens[: other.request.kv_len])
         yield from shared_columns(one, other, mine, theirs, same // span, "C128 page")
 
 

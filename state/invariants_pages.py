@@ -108,7 +108,11 @@ def page_refs_counted(ledger: Ledger) -> Found:
 def shared_pages_agree(ledger: Ledger) -> Found:
     """N03: two requests share a full page only at equal positions, whole, and after identical tokens."""
     size = ledger.sizes.page_size
+    if (_page_names(ledger) <= 1).all():
+        return  # nothing is shared
     for one, other in combinations(ledger.holdings, 2):
+        if not np.isin(one.pages, other.pages).any():
+            continue
         same = common_prefix(one.tokens[: one.request.kv_len], other.tokens[: other.request.kv_len])
         yield from shared_columns(one, other, one.pages, other.pages, same // size, "full page")
 

@@ -85,10 +85,13 @@ def lengths_recorded(before: Ledger, batch: ScheduleBatch, after: Ledger) -> Fou
 
 
 def inputs_follow_relay(before: Ledger, batch: ScheduleBatch, after: Ledger) -> Found:
-    """L10: what is fed is each request's next tokens; without host ids, what the relay holds for its row."""
+    """L10: what is fed is each request's next tokens; without host ids, what the relay holds for its row.
+
+    It is also R03 and R04: a row that somebody else had before shows that one's token until it is written anew.
+    """
     for row in rows_of(before, batch, after):
         expected = row.after.tokens[row.prefix : row.seq]
-        relayed = before.relay[[row.before.request.row]]
+        relayed = before.relay[[row.after.request.row]]
         got = relayed if batch.input_ids is None else batch.input_ids[row.tokens]
         if not np.array_equal(got, expected):
             yield row.name, f"expected inputs {listed(expected)}, got {listed(got)}"

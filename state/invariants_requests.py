@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 
+from .capacity import C128_RATIO
 from .ledger import Ledger
 from .partition import partition
 from .violations import Found, listed
@@ -18,43 +19,46 @@ __all__ = ["REQUESTS"]
 
 
 def lengths_in_order(ledger: Ledger) -> Found:
-    """L06: ``0 <= evicted_len <= kv_len <= context``, whole pages evicted, no slot without a token."""
-    context, size = ledger.sizes.context, ledger.sizes.page_size
+    """L06: ``0 <= evicted_len <= kv_len <= context``, no slot without a token, none at all without a row."""
+    context = ledger.sizes.context
     for holding in ledger.holdings:
         request = holding.request
         if not 0 <= request.evicted_len <= request.kv_len <= context:
             lens = f"evicted_len {request.evicted_len}, kv_len {request.kv_len}, context {context}"
             yield holding.name, f"expected 0 <= evicted_len <= kv_len <= context, got {lens}"
-        if request.evicted_len % size:
-            yield holding.name, f"expected whole pages of {size} evicted, got evicted_len {request.evicted_len}"
+        if request.is_parked and request.kv_len:
+            yield holding.name, f"expected no slots without a row, got kv_len {request.kv_len}"
         if request.kv_len > len(holding.tokens):
             yield holding.name, f"expected a token for each of {request.kv_len} slots, got {len(holding.tokens)}"
 
 
 def lengths_of_launched(ledger: Ledger) -> Found:
-    """L07: while a step is launched, each of its requests has a slot for every token, ``seq_lens`` of them."""
+    """L07: while a step is launched, each of its rows has ``seq_lens`` slots: one per token if it may sample."""
     batch = ledger.state.launched
     if batch is None:
         return
-    for request_id, seq_len in zip(batch.request_ids, batch.seq_lens.tolist(), strict=False):
+    for row, (request_id, seq_len) in enumerate(zip(batch.request_ids, batch.seq_lens.tolist(), strict=False)):
         holding = ledger.by_id.get(request_id)
         if holding is None:
             yield f"request {request_id}", "expected a launched request to be open"
-        elif not holding.request.kv_len == seq_len == len(holding.tokens):
+        elif row not in batch.sample_rows and holding.request.kv_len == seq_len < len(holding.tokens):
+            continue  # a limit has left some unfed
+        elif not holding.request.kv_len == seq_len == len(holding.tokens) or row not in batch.sample_rows:
             lens = f"kv_len {holding.request.kv_len}, seq_len {seq_len}, {len(holding.tokens)} tokens"
             yield holding.name, f"expected kv_len = seq_len = number of tokens, got {lens}"
 
 
 def pending_is_last_output(ledger: Ledger) -> Found:
-    """L08: at rest at most one token has no slot: the last one, and it was sampled (kv_len = P + o - 1)."""
+    """L08: at rest only the token sampled last has no slot (kv_len = P + o - 1), or a cut left more."""
     if ledger.state.launched is not None:
         return
     for holding in ledger.holdings:
         request = holding.request
-        n_pending = len(holding.tokens) - request.kv_len
-        if n_pending not in (0, 1):
-            yield holding.name, f"expected at most one token without a slot, got {n_pending}"
-        elif n_pending and (not len(request.outputs) or request.outputs[-1] != request.tokens[-1]):
+        if request.kv_len % C128_RATIO == 0:  # where a cut may have left any number of tokens to recompute
+            continue
+        if request.n_unfed not in (0, 1):
+            yield holding.name, f"expected at most one token without a slot, got {request.n_unfed}"
+        elif request.n_unfed and not request.has_pending:
             yield holding.name, "expected the pending token to be the last sampled one"
 
 
@@ -72,8 +76,8 @@ def relay_holds_pending(ledger: Ledger) -> Found:
 
 
 def rows_partition(ledger: Ledger) -> Found:
-    """A16: live requests have distinct rows in 1..R, and the others are free."""
-    rows = np.array([holding.request.row for holding in ledger.holdings], np.int64)
+    """A16: live requests have distinct rows in 1..R, and the others are free; a retracted one has none."""
+    rows = np.array([h.request.row for h in ledger.holdings if not h.request.is_parked], np.int64)
     if len(set(rows.tolist())) != len(rows):
         yield "request table", f"expected distinct rows, got {listed(rows)}"
     yield from partition("row", ledger.free_rows, rows, ledger.sizes.requests)
@@ -85,8 +89,8 @@ def outputs_bounded(ledger: Ledger) -> Found:
     for holding in ledger.holdings:
         request = holding.request
         most = None if request.request_id not in params else params[request.request_id].max_new_tokens
-        if most is not None and len(request.outputs) > most:
-            yield holding.name, f"expected at most {most} outputs, got {len(request.outputs)}"
+        if most is not None and request.n_outputs > most:
+            yield holding.name, f"expected at most {most} outputs, got {request.n_outputs}"
 
 
 def sampling_rows_match(ledger: Ledger) -> Found:
@@ -100,9 +104,9 @@ def sampling_rows_match(ledger: Ledger) -> Found:
     if ledger.state.launched is not None:
         return
     for request, row in zip(requests, ledger.state.sampling.rows, strict=True):
-        if row.n_outputs != len(request.outputs):
+        if row.n_outputs != request.n_outputs:
             name = f"request {request.request_id}"
-            yield name, f"expected n_outputs = {len(request.outputs)}, got {row.n_outputs}"
+            yield name, f"expected n_outputs = {request.n_outputs}, got {row.n_outputs}"
 
 
 def ids_never_repeat(ledger: Ledger) -> Found:

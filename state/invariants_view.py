@@ -103,6 +103,21 @@ def plain_ids_untranslated(prepared: Ledger, batch: ScheduleBatch, view: Forward
         yield "out_cache_loc", f"expected {listed(batch.out_cache_loc)}, got {listed(_host(view.out_cache_loc))}"
 
 
+def batch_ids_kept(prepared: Ledger, batch: ScheduleBatch, view: ForwardBatch) -> Found:
+    """T05: making the view leaves the batch's slots what they are in the table: virtual ids are kept there."""
+    for holding, start, prefix, seq in _rows(prepared, batch):
+        got = batch.out_cache_loc[start : start + seq - prefix]
+        if not np.array_equal(got, holding.slots[prefix:seq]):
+            yield holding.name, f"expected slots {listed(holding.slots[prefix:seq])}, got {listed(got)}"
+
+
+def rows_kept(prepared: Ledger, batch: ScheduleBatch, view: ForwardBatch) -> Found:
+    """H07: one row a request is kept for the head, its last token's, in order."""
+    expected = np.cumsum(batch.extend_lens) - 1
+    if not np.array_equal(_host(view.last_rows), expected):
+        yield "last_rows", f"expected {listed(expected)}, got {listed(_host(view.last_rows))}"
+
+
 def window_read(prepared: Ledger, batch: ScheduleBatch, view: ForwardBatch) -> Found:
     """W10: the window read is the map of the request's slots, position by position, its own token included."""
     window, meta = prepared.state.config.sliding_window, view.metadata
@@ -269,6 +284,8 @@ VIEW: Final[Mapping[str, Callable[[Ledger, ScheduleBatch, ForwardBatch], Found]]
     "L12": fields_shaped,
     "E02": positions_in_segments,
     "T01": plain_ids_untranslated,
+    "T05": batch_ids_kept,
+    "H07": rows_kept,
     "W10": window_read,
     "C03": c4_entries_read,
     "C04": closing_lists_dense,

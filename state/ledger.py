@@ -113,7 +113,17 @@ class Ledger:
     def swa_pages(self, holding: Holding) -> Ints:
         """Return the window pages that a request still holds, in order of position."""
         size = self.sizes.page_size
-        return holding.windows[holding.request.evicted_len :: size] // size
+        return holding.windows[holding.request.evicted_len // size * size :: size] // size
+
+    def cut(self, holding: Holding, n: int) -> Holding:
+        """Return what a request named when it had ``n`` positions; window pages given back since are not among it."""
+        return attrs.evolve(
+            holding,
+            request=attrs.evolve(holding.request, kv_len=n, evicted_len=min(holding.request.evicted_len, n)),
+            slots=holding.slots[:n],
+            windows=holding.windows[:n],
+            pages=holding.pages[: -(-n // self.sizes.page_size)],
+        )
 
 
 def read_ledger(state: DecodeState) -> Ledger:
@@ -236,8 +246,8 @@ def digest(state: DecodeState) -> bytes:
     for holding in ledger.holdings:
         request = holding.request
         add(request.request_id, request.row, request.kv_len, request.evicted_len, request.decode_count)
-        add(request.finished, request.tokens.tolist(), request.outputs.tolist(), holding.slots.tolist())
-        add(int(ledger.relay[request.row]) if request.has_pending else None)
+        add(request.finished, request.tokens.tolist(), request.output_positions.tolist(), holding.slots.tolist())
+        add(int(ledger.relay[request.row]) if request.has_pending and request.row else None)
         found.update(digest_rows(ledger, holding))
     for row in state.sampling.rows:
         add(row.request_id, row.params, row.seed, row.n_outputs)

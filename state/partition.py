@@ -22,16 +22,24 @@ def partition(kind: str, free: Ints, named: Ints, count: int) -> Found:
         count: pages of the pool without the sink.
     """
     where = f"{kind}s"
-    every = np.arange(1, count + 1)
-    both = np.intersect1d(free, named)
+    is_free, is_named = _flags(free, count), _flags(named, count)
+    both = np.flatnonzero(is_free & is_named)
     if len(both):
         yield where, f"expected no {kind} both free and in use, got {listed(both)}"
-    lost = np.setdiff1d(every, np.concatenate((free, named)))
+    lost = np.flatnonzero(~is_free[1:] & ~is_named[1:]) + 1
     if len(lost):
         yield where, f"expected free + used = {count}, but nobody has {listed(lost)}"
-    stray = np.setdiff1d(np.concatenate((free, named)), every)
+    given = np.concatenate((free, named))
+    stray = given[(given < 1) | (given > count)]
     if len(stray):
-        yield where, f"expected {kind}s in 1..{count}, got {listed(stray)}"
+        yield where, f"expected {kind}s in 1..{count}, got {listed(np.unique(stray))}"
+
+
+def _flags(pages: Ints, count: int) -> NDArray[np.bool_]:
+    """Mark those of the pages ``1..count`` that are listed; bool[P]."""
+    found = np.zeros(count + 1, bool)
+    found[pages[(pages >= 1) & (pages <= count)]] = True
+    return found
 
 
 def count_names(names: list[Ints], count: int) -> Ints:

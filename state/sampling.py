@@ -32,6 +32,7 @@ __all__ = [
     "add_row",
     "check_vocabulary",
     "count_history",
+    "cut_row",
     "derive_seed",
     "drop_row",
     "fork_row",
@@ -334,6 +335,18 @@ def drop_row(sampling: SamplingState, request_id: int) -> SamplingState:
     """
     dropped = row_of(sampling, request_id)
     return SamplingState(rows=tuple(row for row in sampling.rows if row is not dropped))
+
+
+def cut_row(sampling: SamplingState, request_id: int, history: TokenHistory) -> SamplingState:
+    """Set a row back to an earlier history: same parameters, same seed.
+
+    Args:
+        sampling: the rows.
+        request_id: the request.
+        history: what it has read and said by then.
+    """
+    row = row_of(sampling, request_id)
+    return _replace(sampling, row, _make_row(request_id, row.params, row.seed, history))
 
 
 def row_of(sampling: SamplingState, request_id: int) -> SamplingRow:

@@ -78,7 +78,7 @@ def _evict(view: _View, table: RequestTable, growths: Sequence[Growth]) -> tuple
     edits: list[Edit] = []
     freed: list[int] = []
     for growth in growths:
-        for position in range(growth.evicted_len, growth.evict_to, size):
+        for position in range(growth.evicted_len // size * size, growth.evict_to // size * size, size):
             first = int(view["req_to_token"][growth.row * table.sizes.context + position])
             page = int(view["full_to_swa"][first]) // size
             refs[page] = refs.get(page, int(view["swa_refs"][page])) - 1

@@ -20,7 +20,7 @@ def owned_step(model: Model, state: DecodeState) -> Iterator[None]:
         model: the model that steps.
         state: the state that is stepped.
     Raises:
-        ConfigError: the state was made for another model or another dtype.
+        ConfigError: the state was made for another configuration, other numerics or another dtype.
     """
     held = state.kv.dtype
     if state.config is not model.config and state.config != model.config:
@@ -29,6 +29,14 @@ def owned_step(model: Model, state: DecodeState) -> Iterator[None]:
             field="config",
             expected=model.config,
             got=state.config,
+        )
+    if state.numerics != model.numerics:
+        raise ConfigError(
+            "state: its caches were computed with other numerics than the model's; build it with "
+            "init_state(model, capacity)",
+            field="numerics",
+            expected=model.numerics,
+            got=state.numerics,
         )
     if held != model.dtype:
         raise ConfigError(

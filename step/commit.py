@@ -17,6 +17,7 @@ from torch import Tensor
 from ..state.decode import DecodeState, Request, find_request, replace_requests
 from ..state.errors import RequestError, ShapeError
 from ..state.sampling import SamplingParams, row_of
+from .sample import NO_TOKEN
 
 __all__ = ["commit"]
 
@@ -26,42 +27,54 @@ def commit(state: DecodeState, ids: Tensor | None) -> tuple[DecodeState, Mapping
 
     Args:
         state: after the relay.
-        ids: i64[B]. Sampled tokens by row of the launched batch; None after a step that did not sample.
+        ids: i64[B]. Sampled tokens, one per row of the launched batch's ``sample_rows``; None after a step that did not
+            sample.
     Returns:
         (state, finished): nothing is launched any more; request id -> "stop" or "length" for requests that ended.
     Raises:
-        RequestError: no step is launched.
+        RequestError: no step is launched, or the logits of a request hold NaN; the error's ``got`` names the requests,
+            and the state before the step can be stepped without them.
     """
     batch = state.launched
     if batch is None:
         raise RequestError("commit: expected a launched step, got none; prepare one first", field="launched")
     if ids is None:
         return attrs.evolve(state, launched=None), {}
-    sampled = _read_ids(ids, len(batch.request_ids), state.config.vocab_size)
+    sampled = _read_ids(ids, batch.sample_ids, state.config.vocab_size)
     changed: dict[int, Request] = {}
     finished: dict[int, str] = {}
-    for request_id, token_id in zip(batch.request_ids, sampled, strict=True):
+    for request_id, token_id in zip(batch.sample_ids, sampled, strict=True):
         request = find_request(state, request_id)
-        outputs = request.outputs.append(token_id)
+        output_positions = request.output_positions.append(len(request.tokens))
         params = row_of(state.sampling, request_id).params
-        reason = _finish_reason(state, params, request.kv_len, len(outputs), token_id)
+        reason = _finish_reason(state, params, request.kv_len, len(output_positions), token_id)
         if reason is not None:
             finished[request_id] = reason
         tokens = request.tokens.append(token_id)
-        changed[request_id] = attrs.evolve(request, tokens=tokens, outputs=outputs, finished=reason)
+        changed[request_id] = attrs.evolve(request, tokens=tokens, output_positions=output_positions, finished=reason)
     return attrs.evolve(state, requests=replace_requests(state, changed), launched=None), finished
 
 
-def _read_ids(ids: Tensor, n_rows: int, vocab_size: int) -> list[int]:
+def _read_ids(ids: Tensor, request_ids: tuple[int, ...], vocab_size: int) -> list[int]:
     """Read the sampled ids on the host, the only time in a step, and check them."""
+    n_rows = len(request_ids)
     if ids.dtype is not torch.int64 or ids.shape != (n_rows,):
         raise ShapeError(
-            f"commit: expected ids i64[{n_rows}], one per row of the launched step, got {ids.dtype} {tuple(ids.shape)}",
+            f"commit: expected ids i64[{n_rows}], one per row that samples, got {ids.dtype} {tuple(ids.shape)}",
             field="ids",
             expected=(n_rows,),
             got=tuple(ids.shape),
         )
     sampled: list[int] = ids.tolist()
+    broken = [request_id for request_id, token_id in zip(request_ids, sampled, strict=True) if token_id == NO_TOKEN]
+    if broken:
+        raise RequestError(
+            f"commit: the logits of requests {broken} hold NaN, so no token can be sampled; look at the weights or at "
+            "what was written into the state, or step the others with only=",
+            field="logits",
+            expected="numbers",
+            got=broken,
+        )
     bad = [token_id for token_id in sampled if not 0 <= token_id < vocab_size]
     if bad:
         raise RequestError(f"commit: expected ids in [0, {vocab_size}), got {bad[:8]}", field="ids", got=bad[:8])

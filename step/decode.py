@@ -31,10 +31,13 @@ from ..state.batch import ForwardBatch, ScheduleBatch, StepOutput
 from ..state.decode import DecodeState, find_request
 from .border import owned_step
 from .commit import commit
+from .edits import Edits
 from .forward_batch import forward_batch
 from .prepare import prepare_decode
 from .relay import relay
+from .replays import Replay
 from .sample import logprobs_of, sample
+from .taps import step_taps
 
 __all__ = ["decode_step", "empty_output", "finish_step"]
 
@@ -47,6 +50,9 @@ def decode_step(
     only: Iterable[int] | None = None,
     force: Mapping[int, int] | None = None,
     mask: Mapping[int, Tensor] | None = None,
+    capture: Iterable[str] = (),
+    replay: Replay | None = None,
+    edit: Edits | None = None,
 ) -> tuple[DecodeState, StepOutput]:
     """Decode one token for every running request.
 
@@ -56,20 +62,30 @@ def decode_step(
         only: requests to run, in this row order; default all running ones in order of opening.
         force: request -> token to feed instead of its pending one.
         mask: request -> i32[V/32] packed vocabulary bits (1 = allowed) for the token that is sampled.
+        capture: stages of ``model/stages.py`` to return in ``out.captured``, one row per fed token: ``"attn.input"``
+            for every layer that has it, ``"3.attn.input"`` for one.
+        replay: what steps captured; its expert choices and index picks are forced on the tokens that it names by
+            (request, position), the last record of a token counting. Other tokens choose for themselves.
+        edit: request -> stage -> ``f(x, token)``, called once for every fed token of the request and layer with a copy
+            of its row; what it returns is used instead. A request that does not run is left out.
     Returns:
-        (state, out): the next state; the row's sampled token, logits f32[B,V], logprobs, who has finished.
+        (state, out): the next state; the row's sampled token, logits f32[B,V], logprobs, who has finished, captures.
     Raises:
-        RequestError: an unknown, finished or repeated request, or one that has no token to feed.
+        RequestError: an unknown, finished or repeated request, or one that has no token to feed; an unknown stage; a
+            forced choice that the token cannot make.
+        ShapeError: an edited row or a record of the wrong shape or dtype.
         CapacityError: a pool is short; nothing was changed.
     """
     with owned_step(model, state):
         before = state
         state, batch = prepare_decode(state, only=only, force=force)
+        taps = step_taps(state, batch, capture=capture, replay=replay, edit=edit)
         if not batch.request_ids:  # nothing runs: nothing changes
             return before, empty_output(model)
         view = forward_batch(state, batch, rowwise=model.numerics.invariant)
-        kv, logits = forward(model, state.kv, view)
-        return finish_step(attrs.evolve(state, kv=kv), batch, view, logits, mask)
+        kv, logits = forward(model, state.kv, view, tap=taps.tap)
+        state, out = finish_step(attrs.evolve(state, kv=kv), batch, view, logits, mask)
+        return state, attrs.evolve(out, captured=taps.record(logits, "last"))
 
 
 def empty_output(model: Model) -> StepOutput:
@@ -94,10 +110,13 @@ def finish_step(
         logits: f32[B,V]. Of each request's last token.
         mask: request -> packed vocabulary bits.
     Returns:
-        (state, out): as ``decode_step``.
+        (state, out): as ``decode_step``; ``out`` has the rows that sample.
     """
-    ids = batch.request_ids
-    positions = view.seq_lens - 1
+    ids, positions = batch.sample_ids, view.seq_lens - 1
+    if len(ids) < len(batch.request_ids):  # a limit has left tokens of the others unfed
+        rows = torch.from_numpy(batch.sample_rows).to(logits.device)
+        logits, positions = logits.index_select(0, rows), positions.index_select(0, rows)
+        mask = {i: bits for i, bits in (mask or {}).items() if i in ids or i not in batch.request_ids}
     stops = state.config.eos_token_id
     sampling, next_ids = sample(logits, state.sampling, ids, positions, stop_token_ids=stops, mask=mask)
     state = relay(attrs.evolve(state, sampling=sampling), batch, next_ids)

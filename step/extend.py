@@ -5,7 +5,7 @@ Source: SGLang 0.5.23 ``managers/schedule_batch.py`` (``prepare_for_extend``); d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import attrs
@@ -20,8 +20,11 @@ from ..state.errors import RequestError
 from .border import owned_step
 from .commit import commit
 from .decode import empty_output, finish_step
+from .edits import Edits
 from .forward_batch import forward_batch
 from .prepare import TokenIds, prepare_extend
+from .replays import Replay
+from .taps import step_taps
 
 __all__ = ["extend_step"]
 
@@ -33,24 +36,38 @@ def extend_step(
     tokens: Mapping[int, TokenIds],
     *,
     sample: bool = True,
+    limit: int | Mapping[int, int] | None = None,
     logits: Literal["last", "all"] = "last",
     mask: Mapping[int, Tensor] | None = None,
+    capture: Iterable[str] = (),
+    replay: Replay | None = None,
+    edit: Edits | None = None,
 ) -> tuple[DecodeState, StepOutput]:
     """Feed prompts, chunks of them, or single tokens; sample each row's next token.
 
-    A request with a pending token is fed that token first, then the given ids, so an empty chunk decodes it.
+    A request with a pending token is fed that token first, then the given ids, so an empty chunk decodes it. With a
+    ``limit`` a long text is fed in chunks beside decoding rows: give all of its ids once and then empty chunks; what is
+    left over stays with the request, and it samples in the step that feeds its last token.
 
     Args:
         model: the model.
         state: before the step; it keeps its content and may be stepped again.
         tokens: request -> token ids, in row order.
         sample: False for an intermediate chunk: nothing is sampled and nothing is pending afterwards.
+        limit: tokens to feed at most, of every request or by request, at least 128. A request with more stops at the
+            last multiple of 128 below its limit.
         logits: "last" for f32[B,V]; "all" for f32[T,V], every fed position of every row.
         mask: request -> i32[V/32] packed vocabulary bits (1 = allowed) for the token that is sampled.
+        capture: stages to return in ``out.captured``, one row per fed token; see ``decode_step``.
+        replay: records whose choices are forced on the tokens that they name; see ``decode_step``.
+        edit: request -> stage -> function of (row, token), called once per fed token and layer; see ``decode_step``.
     Returns:
-        (state, out): the next state; sampled tokens, logits, logprobs, who has finished.
+        (state, out): the next state; sampled tokens, logits, logprobs, who has finished, captures. Requests with tokens
+            left over are not among ``out.request_ids``.
     Raises:
-        RequestError: unknown or finished request, nothing to feed, ids outside the vocabulary.
+        RequestError: unknown or finished request, nothing to feed, ids outside the vocabulary; an unknown stage; a
+            forced choice that the token cannot make.
+        ShapeError: an edited row or a record of the wrong shape or dtype.
         CapacityError: longer than the context, or a pool is short; nothing was changed.
     """
     if logits not in ("last", "all"):
@@ -59,19 +76,25 @@ def extend_step(
         )
     with owned_step(model, state):
         before = state
-        state, batch = prepare_extend(state, tokens)
+        state, batch = prepare_extend(state, tokens, limit=limit)
+        taps = step_taps(state, batch, capture=capture, replay=replay, edit=edit)
         if not batch.request_ids:  # nothing runs: nothing changes
             return before, empty_output(model)
         view = forward_batch(state, batch, rowwise=model.numerics.invariant)
         kept: Literal["last", "all", "none"] = logits if sample or logits == "all" else "none"
-        kv, out_logits = forward(model, state.kv, view, logits=kept)
-        state = attrs.evolve(state, kv=kv)
+        kv, out_logits = forward(model, state.kv, view, logits=kept, tap=taps.tap)
+        state, captured = attrs.evolve(state, kv=kv), taps.record(out_logits, kept)
         if sample:
             last = out_logits if logits == "last" else out_logits.index_select(0, view.last_rows)
             state, out = finish_step(state, batch, view, last, mask)
-            return state, attrs.evolve(out, logits=out_logits)
+            return state, attrs.evolve(out, logits=out_logits if logits == "all" else out.logits, captured=captured)
         state, finished = commit(state, None)
         out = StepOutput(
-            request_ids=batch.request_ids, next_token_ids=(), logits=out_logits, logprobs=None, finished=finished
+            request_ids=batch.request_ids,
+            next_token_ids=(),
+            logits=out_logits,
+            logprobs=None,
+            finished=finished,
+            captured=captured,
         )
         return state, out

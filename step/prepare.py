@@ -19,11 +19,13 @@ import torch
 from numpy.typing import NDArray
 
 from ..state.batch import ForwardMode, ScheduleBatch
+from ..state.capacity import C128_RATIO
 from ..state.decode import DecodeState, Request, find_request, replace_requests
 from ..state.errors import CapacityError, RequestError, StateBusyError
 from ..state.sampling import observe_prompt, replace_output
 from ..state.tokens import TokenLog
 from .allocate import Growth, allocate, eviction_end
+from .relay import put_token
 
 __all__ = ["TokenIds", "prepare_decode", "prepare_extend", "require_committed", "running_requests"]
 
@@ -32,14 +34,17 @@ TokenIds = Sequence[int] | Ints | torch.Tensor
 
 
 def running_requests(state: DecodeState) -> tuple[int, ...]:
-    """Return the ids of the requests that ``decode_step`` would run, in order of opening."""
-    return tuple(r.request_id for r in state.requests if r.finished is None and r.has_pending)
+    """Return the ids of the requests that ``decode_step`` would run, in order of opening; retracted ones wait."""
+    return tuple(r.request_id for r in state.requests if r.finished is None and r.n_unfed and not r.is_parked)
 
 
 def prepare_decode(
     state: DecodeState, *, only: Iterable[int] | None = None, force: Mapping[int, int] | None = None
 ) -> tuple[DecodeState, ScheduleBatch]:
     """Prepare one token for every running request.
+
+    A request that has more than one unfed token (after a fork at an earlier token, a rewind or a retraction) is fed all
+    of them; the batch is then one of extend rows, which compute the same.
 
     Args:
         state: before the step.
@@ -69,7 +74,7 @@ def prepare_decode(
         request = _runnable(state, request_id)
         if request_id in forced:
             state, request = _force(state, request, forced[request_id])
-        elif not request.has_pending:
+        elif not request.n_unfed:
             raise RequestError(
                 f"request {request_id}: expected a pending token, got none; feed it with extend_step or force=",
                 field="only",
@@ -77,16 +82,22 @@ def prepare_decode(
                 got=None,
             )
         requests.append(attrs.evolve(request, decode_count=request.decode_count + 1))
-    known = _joined_new(requests) if forced else None
-    return _prepare(state, ForwardMode.DECODE, requests, known)
+    is_plain = all(request.n_unfed == 1 for request in requests)
+    mode = ForwardMode.DECODE if is_plain else ForwardMode.EXTEND
+    # The relay holds what was sampled last; any other token is known on the host.
+    is_relayed = is_plain and not forced and all(request.has_pending for request in requests)
+    return _prepare(state, mode, requests, {}, is_known=not is_relayed)
 
 
-def prepare_extend(state: DecodeState, tokens: Mapping[int, TokenIds]) -> tuple[DecodeState, ScheduleBatch]:
-    """Prepare prompts or chunks of them; a request with a pending token is fed that token first.
+def prepare_extend(
+    state: DecodeState, tokens: Mapping[int, TokenIds], *, limit: int | Mapping[int, int] | None = None
+) -> tuple[DecodeState, ScheduleBatch]:
+    """Prepare prompts or chunks of them; tokens that a request has not been fed yet come first.
 
     Args:
         state: before the step.
         tokens: request -> token ids, in row order; empty ids on a running request decode it.
+        limit: tokens to feed at most, of every request or by request, at least 128; see ``extend_step``.
     Returns:
         (state, batch): slots are allocated and lengths advanced; contents are still to be written.
     Raises:
@@ -99,7 +110,7 @@ def prepare_extend(state: DecodeState, tokens: Mapping[int, TokenIds]) -> tuple[
     for request_id, chunk in zip(_distinct(given, "tokens"), given.values(), strict=True):
         request = _runnable(state, request_id)
         ids = _token_ids(chunk, state.config.vocab_size, request_id)
-        if not len(ids) and not request.has_pending:
+        if not len(ids) and not request.n_unfed:
             raise RequestError(
                 f"request {request_id}: expected at least one token to feed, got none and nothing is pending",
                 field="tokens",
@@ -109,14 +120,26 @@ def prepare_extend(state: DecodeState, tokens: Mapping[int, TokenIds]) -> tuple[
         if len(ids):
             state = attrs.evolve(state, sampling=observe_prompt(state.sampling, request_id, ids.tolist()))
         requests.append(attrs.evolve(request, tokens=request.tokens.extend(ids)))
-    return _prepare(state, ForwardMode.EXTEND, requests, _joined_new(requests))
+    return _prepare(state, ForwardMode.EXTEND, requests, _limits(limit, [r.request_id for r in requests]))
 
 
 def _prepare(
-    state: DecodeState, mode: ForwardMode, requests: list[Request], input_ids: Ints | None
+    state: DecodeState,
+    mode: ForwardMode,
+    requests: list[Request],
+    limits: Mapping[int, int],
+    *,
+    is_known: bool = True,
 ) -> tuple[DecodeState, ScheduleBatch]:
-    growths = [_growth(state, mode, request) for request in requests]
-    table, locs = allocate(state.table, growths)
+    free_rows, rows = state.table.free_rows.take(sum(request.is_parked for request in requests))
+    new_rows = iter(rows)
+    placed = [attrs.evolve(r, row=next(new_rows)) if r.is_parked else r for r in requests]
+    relay = state.relay
+    for request in (new for new, old in zip(placed, requests, strict=True) if new is not old):
+        relay = put_token(relay, request)
+    requests = placed
+    growths = [_growth(state, mode, request, limits.get(request.request_id)) for request in requests]
+    table, locs = allocate(attrs.evolve(state.table, free_rows=free_rows), growths)
     grown = {
         request.request_id: attrs.evolve(request, kv_len=growth.seq_len, evicted_len=growth.evict_to)
         for request, growth in zip(requests, growths, strict=True)
@@ -130,15 +153,33 @@ def _prepare(
         seq_lens=seq_lens,
         orig_seq_lens=seq_lens.copy(),
         seq_lens_sum=int(seq_lens.sum()),
-        input_ids=input_ids,
+        input_ids=_joined_new(requests, growths) if is_known else None,
+        sample_rows=np.flatnonzero([not request.n_unfed for request in grown.values()]),
         out_cache_loc=locs.out_full_loc,
         out_cache_loc_dsv4=locs,
     )
-    state = attrs.evolve(state, table=table, requests=replace_requests(state, grown), launched=batch)
+    state = attrs.evolve(state, table=table, relay=relay, requests=replace_requests(state, grown), launched=batch)
     return state, batch
 
 
-def _growth(state: DecodeState, mode: ForwardMode, request: Request) -> Growth:
+def _limits(limit: int | Mapping[int, int] | None, ids: Sequence[int]) -> Mapping[int, int]:
+    """Return the limit of every request that has one."""
+    if limit is None:
+        return {}
+    limits = dict.fromkeys(ids, limit) if isinstance(limit, int) else _mapping(limit, "limit")
+    wrong = {i: most for i, most in limits.items() if isinstance(most, bool) or not isinstance(most, int)}
+    wrong |= {i: most for i, most in limits.items() if i not in ids or (i not in wrong and most < C128_RATIO)}
+    if wrong:
+        raise RequestError(
+            f"limit: expected at least {C128_RATIO} tokens for requests of this step {tuple(ids)}, got {wrong}",
+            field="limit",
+            expected=f">= {C128_RATIO}",
+            got=wrong,
+        )
+    return limits
+
+
+def _growth(state: DecodeState, mode: ForwardMode, request: Request, limit: int | None) -> Growth:
     total = len(request.tokens)
     if total > state.capacity.context:
         raise CapacityError(
@@ -154,6 +195,8 @@ def _growth(state: DecodeState, mode: ForwardMode, request: Request) -> Growth:
     if may_evict:
         window, page_size = state.config.sliding_window, state.table.sizes.page_size
         evict_to = eviction_end(request.kv_len, evict_to, window, page_size)
+    if limit is not None and total > request.kv_len + limit:
+        total = (request.kv_len + limit) // C128_RATIO * C128_RATIO
     return Growth(
         row=request.row,
         prefix_len=request.kv_len,
@@ -169,12 +212,12 @@ def _force(state: DecodeState, request: Request, token_id: int) -> tuple[DecodeS
         sampling = observe_prompt(state.sampling, request.request_id, [token])
         return attrs.evolve(state, sampling=sampling), attrs.evolve(request, tokens=request.tokens.append(token))
     sampling = replace_output(state.sampling, request.request_id, request.tokens[-1], token)
-    tokens, outputs = request.tokens.replace_last(token), request.outputs.replace_last(token)
-    return attrs.evolve(state, sampling=sampling), attrs.evolve(request, tokens=tokens, outputs=outputs)
+    return attrs.evolve(state, sampling=sampling), attrs.evolve(request, tokens=request.tokens.replace_last(token))
 
 
-def _joined_new(requests: Sequence[Request]) -> Ints:
-    parts = [request.tokens[request.kv_len :] for request in requests]
+def _joined_new(requests: Sequence[Request], growths: Sequence[Growth]) -> Ints:
+    pairs = zip(requests, growths, strict=True)
+    parts = [request.tokens[request.kv_len : growth.seq_len] for request, growth in pairs]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ..state.batch import ScheduleBatch
-from ..state.decode import DecodeState
+from ..state.decode import DecodeState, Request
 from ..state.errors import ShapeError
+from ..state.handles import Handle
 
-__all__ = ["relay"]
+__all__ = ["put_token", "relay"]
 
 
 def relay(state: DecodeState, batch: ScheduleBatch, ids: Tensor) -> DecodeState:
@@ -24,20 +25,38 @@ def relay(state: DecodeState, batch: ScheduleBatch, ids: Tensor) -> DecodeState:
     Args:
         state: after the forward.
         batch: the step.
-        ids: i64[B]. Sampled tokens, by batch row.
+        ids: i64[B]. Sampled tokens, one per row of ``batch.sample_rows`` (all rows, unless a limit left tokens unfed).
     Returns:
         The state with ``relay[row of request] = id``; all other entries unchanged.
     Raises:
-        ShapeError: not one i64 id per batch row.
+        ShapeError: not one i64 id per row that samples.
     """
-    if ids.dtype is not torch.int64 or ids.shape != (len(batch.request_ids),):
+    expected = (len(batch.sample_rows),)
+    if ids.dtype is not torch.int64 or ids.shape != expected:
         raise ShapeError(
-            f"relay: expected ids i64[{len(batch.request_ids)}], one per batch row, got {ids.dtype} {tuple(ids.shape)}",
+            f"relay: expected ids i64[{expected[0]}], one per row that samples, got {ids.dtype} {tuple(ids.shape)}",
             field="ids",
-            expected=(len(batch.request_ids),),
+            expected=expected,
             got=tuple(ids.shape),
         )
-    rows = torch.from_numpy(batch.req_pool_indices).to(ids.device)
+    rows = torch.from_numpy(batch.req_pool_indices[batch.sample_rows]).to(ids.device)
     with state.relay.write({"token_ids": rows}) as write:
         write.tensors["token_ids"].index_copy_(0, rows, ids)
     return attrs.evolve(state, relay=write.handle)
+
+
+def put_token(token_ids: Handle, request: Request) -> Handle:
+    """Write the pending token of one request into the relay, where a request gets a row or is cut.
+
+    Args:
+        token_ids: the relay.
+        request: what the request is now.
+    Returns:
+        The new version; the same one when no sampled token waits to be fed or the request has no row.
+    """
+    if request.is_parked or not request.has_pending:
+        return token_ids
+    rows = torch.tensor([request.row], device=token_ids.spec("token_ids")[2])
+    with token_ids.write({"token_ids": rows}) as write:
+        write.tensors["token_ids"][request.row] = request.tokens[-1]
+    return write.handle

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -25,7 +26,10 @@ from ..state.batch import Logprobs
 from ..state.errors import DtypeError, RequestError, ShapeError
 from ..state.sampling import SamplingRow, SamplingState, observe_outputs, row_of
 
-__all__ = ["logprobs_of", "sample"]
+__all__ = ["NO_TOKEN", "logprobs_of", "sample"]
+
+NO_TOKEN: Final = -1
+"""What a row whose logits hold NaN is given in place of a token."""
 
 
 def sample(
@@ -41,8 +45,8 @@ def sample(
 
     Order: additive penalties and held-back stop tokens, repetition penalty, mask, bias, choice. A row's token depends
     on its own logits, parameters, history, seed and position only. Where held-back stop tokens and the mask leave
-    nothing, the mask wins (``apply_mask``). A row of nothing but minus infinity gets id 0, a row with NaN some id of
-    the vocabulary; its log-probability shows it.
+    nothing, the mask wins (``apply_mask``). A row of nothing but minus infinity gets id 0. A row with NaN gets -1, at
+    which ``commit`` refuses the step.
 
     Args:
         logits: f32[B,V]. Row ``i`` belongs to ``request_ids[i]``.
@@ -53,7 +57,7 @@ def sample(
             or not the request ignores them afterwards.
         mask: by request id, i32[K] or i32[1,K] with K = ceil(V / 32): packed tokens, lowest bit first, 1 = allowed.
     Returns:
-        (sampling, ids i64[B]): each row's ``n_outputs`` is one more and its token counted.
+        (sampling, ids i64[B]): each row's ``n_outputs`` is one more and its token counted; -1 for a row with NaN.
     Raises:
         RequestError: a request is unknown, named twice, or masked without a row.
         ShapeError: logits, positions, counts or a mask do not fit together.
@@ -67,7 +71,7 @@ def sample(
         ids = pick_greedy(logits)
     else:
         ids = _choose(_adjust(logits, rows, stop_token_ids, mask or {}), rows, positions)
-    return observe_outputs(sampling, request_ids, ids), ids
+    return observe_outputs(sampling, request_ids, ids), ids.masked_fill(logits.amax(-1).isnan(), NO_TOKEN)
 
 
 def logprobs_of(logits: Tensor, ids: Tensor, sampling: SamplingState, request_ids: tuple[int, ...]) -> Logprobs | None:

@@ -130,9 +130,9 @@ def peer_of_previous(state: ps.DecodeState, position: int) -> ps.DecodeState:
 
 
 STATE_FAULTS: dict[str, Callable[[ps.DecodeState], ps.DecodeState]] = {
-    "L06": lambda s: with_request(s, A, evicted_len=3),
+    "L06": lambda s: with_request(s, A, evicted_len=400),
     "L07": launched_short,
-    "L08": lambda s: with_request(s, A, outputs=s.requests[0].outputs.replace_last(31)),
+    "L08": lambda s: with_request(s, A, output_positions=s.requests[0].output_positions.replace_last(0)),
     "L10": lambda s: with_relay(s, row_of(s, B), (s.requests[1].tokens[-1] + 1) % VOCAB),
     "A16": lambda s: with_request(s, B, row=row_of(s, A)),
     "B16": lambda s: with_sampling(s, A, params=ps.SamplingParams(max_new_tokens=1)),
@@ -161,6 +161,7 @@ STATE_FAULTS: dict[str, Callable[[ps.DecodeState], ps.DecodeState]] = {
     "C12": lambda s: with_sidecar(s, 4, 0, 1),
     "C13": lambda s: with_sidecar(s, row_of(s, C), 0, 1),
     "C14": lambda s: peer_of_previous(s, 150),
+    "B14": lambda s: with_list(s, "free_swa_pages", lambda free: free.give([last_window_row(s, B) // SIZE])),
     "C16": lambda s: with_cache_row(s, "c4_state", s.kv.layout.dummy("c4_state"), 1.0),
 }
 
@@ -227,6 +228,14 @@ def decoded() -> Prepared:
     return before, batch, after
 
 
+@cache
+def resumed() -> Prepared:
+    """B was retracted and comes back with a few tokens more."""
+    before = ps.retract_request(growing(), B)
+    after, batch = ps.prepare_extend(before, {C: (), B: ids_of(3)})
+    return before, batch, after
+
+
 def with_batch(prepared: Prepared, **changes: Any) -> Prepared:
     before, batch, after = prepared
     return before, attrs.evolve(batch, **changes), after
@@ -287,12 +296,13 @@ PREPARED_FAULTS: dict[str, Callable[[], Prepared]] = {
     "E01": lambda: with_batch(extended(), prefix_lens=extended()[1].seq_lens),
     "E03": lambda: with_batch(extended(), out_cache_loc=extended()[1].out_cache_loc[::-1].copy()),
     "E05": lambda: with_after(extended(), lambda s: with_list(s, "free_c128_pages", lose_one)),
+    "N14": lambda: with_after(resumed(), lambda s: with_list(s, "free_rows", lambda free: free.give([2]))),
 }
 
 
 def test_good_preparations_pass() -> None:
     """Nothing is found in a good preparation, and these two open, continue, cross and evict."""
-    for prepared in (extended(), decoded()):
+    for prepared in (extended(), decoded(), resumed()):
         assert inv.check_prepared(*prepared) == ()
         assert inv.check(prepared[2]) == ()
     before, batch, after = extended()
@@ -358,6 +368,8 @@ VIEW_FAULTS: dict[str, list[Callable[[], View]]] = {
     ],
     "E02": [lambda: with_view(viewed(), positions=viewed()[2].positions.flip(0))],
     "T01": [lambda: with_view(viewed(), out_cache_loc=viewed()[2].out_cache_loc + SIZE)],
+    "T05": [lambda: (viewed()[0], attrs.evolve(viewed()[1], out_cache_loc=viewed()[1].out_cache_loc + 1), viewed()[2])],
+    "H07": [lambda: with_view(viewed(), last_rows=viewed()[2].last_rows.flip(0))],
     "W10": [
         lambda: with_singles(viewed(), window_loc=viewed()[2].metadata.singles.window_loc + SIZE),
         lambda: with_singles(viewed(), window_mask=torch.zeros_like(viewed()[2].metadata.singles.window_mask)),
@@ -479,31 +491,133 @@ def test_closed_fault_is_found(id_: str) -> None:
     assert inv.check_closed(*CLOSED_FAULTS[id_](), [id_]), id_
 
 
-def forked(change: Callable[[ps.DecodeState, int], ps.DecodeState] = lambda s, i: s) -> tuple[Any, ...]:
-    after, fork = ps.fork_request(scene(), A)
-    return scene(), change(after, fork), A, fork
-
-
 def last_window_row(state: ps.DecodeState, request_id: int) -> int:
     return int(inv.read_ledger(state).by_id[request_id].windows[-1])
 
 
-FORKED_FAULTS: dict[str, Callable[[], tuple[Any, ...]]] = {
-    "N06": lambda: forked(lambda s, i: with_slot(s, i, 152, int(slots_of(s, A)[152]))),
-    "N09": lambda: forked(lambda s, i: with_cache_row(s, "swa", last_window_row(s, i), 9.0)),
-    "N10": lambda: forked(lambda s, i: with_cache_row(s, "swa", last_window_row(s, B), 9.0)),
+def forked(
+    change: Callable[[ps.DecodeState, int], ps.DecodeState] = lambda s, i: s, at: int | None = None
+) -> tuple[Any, ...]:
+    after, fork = ps.fork_request(deep(), A, at=at)
+    return deep(), change(after, fork), A, fork, at
+
+
+@cache
+def deep() -> ps.DecodeState:
+    """The scene with a request that is cut where it can be reused: page size and window let 128 be a reuse point."""
+    model = tiny_model(window=32)
+    state = fresh(model, page_size=SIZE, context=CONTEXT)
+    for _ in range(2):
+        state, _ = ps.open_request(state, ENDLESS)
+    state, _ = ps.extend_step(model, state, {A: ids_of(130), B: ids_of(5, seed=1)})
+    for _ in range(3):
+        state, _ = ps.decode_step(model, state)
+    return state
+
+
+FORKED_FAULTS: dict[str, list[Callable[[], tuple[Any, ...]]]] = {
+    "N06": [
+        lambda: forked(lambda s, i: with_slot(s, i, 128, int(slots_of(s, A)[128]))),
+        lambda: forked(lambda s, i: with_request(s, i, tokens=s.requests[-1].tokens.append(1)), at=129),
+        lambda: forked(lambda s, i: with_request(s, i, kv_len=3), at=129),
+        lambda: forked(lambda s, i: with_request(s, i, finished="stop")),
+    ],
+    "N09": [
+        lambda: forked(lambda s, i: with_cache_row(s, "swa", last_window_row(s, i), 9.0)),
+        lambda: forked(lambda s, i: with_sidecar(s, row_of(s, i), 0, 3), at=129),
+    ],
+    "N10": [lambda: forked(lambda s, i: with_cache_row(s, "swa", last_window_row(s, B), 9.0), at=129)],
 }
 
 
-def test_good_fork_passes() -> None:
-    """Nothing is found in a good fork."""
-    assert inv.check_forked(*forked()) == ()
+def test_good_forks_pass() -> None:
+    """Nothing is found in a good fork, whole or at an earlier token, from a reuse point or from nothing."""
+    for at in (None, 133, 131, 129, 128, 100, 0):
+        assert inv.check_forked(*forked(at=at)) == ()
+    assert forked(at=131)[1].requests[-1].kv_len == 128
+    assert inv.check_forked(scene(), *reversed_pair(ps.fork_request(scene(), A)), None) == ()
+
+
+def reversed_pair(pair: tuple[ps.DecodeState, int]) -> tuple[ps.DecodeState, int, int]:
+    """Turn what ``fork_request`` returns for A into (after, parent, fork)."""
+    return pair[0], A, pair[1]
 
 
 @pytest.mark.parametrize("id_", inv.FORKED)
 def test_forked_fault_is_found(id_: str) -> None:
     """A fork with a planted fault violates the predicate meant for it."""
-    assert inv.check_forked(*FORKED_FAULTS[id_](), [id_]), id_
+    for fault in FORKED_FAULTS[id_]:
+        assert inv.check_forked(*fault(), [id_]), id_
+
+
+def rewound(
+    change: Callable[[ps.DecodeState], ps.DecodeState] = lambda s: s, n: int = 131
+) -> tuple[ps.DecodeState, ps.DecodeState, int, int]:
+    """Cut A, which has a fork that reads its pages, so that it must not write them."""
+    before, _ = ps.fork_request(deep(), A)
+    return before, change(ps.rewind_request(before, A, n)), A, n
+
+
+REWOUND_FAULTS: dict[str, list[Callable[[], tuple[Any, ...]]]] = {
+    "N11": [
+        lambda: rewound(lambda s: with_request(s, A, tokens=s.requests[0].tokens.replace_last(31))),
+        lambda: rewound(lambda s: with_request(s, A, finished="length")),
+        lambda: rewound(lambda s: with_request(s, A, row=4)),
+        lambda: rewound(lambda s: with_sampling(s, A, seed=1)),
+    ],
+    "N12": [
+        lambda: rewound(lambda s: with_cache_row(s, "swa", last_window_row(s, A), 9.0)),
+        lambda: rewound(lambda s: with_slot(s, A, 0, 9)),
+    ],
+    "N13": [lambda: rewound(lambda s: with_cache_row(s, "swa", last_window_row(s, 2), 9.0))],
+}
+
+
+def test_good_rewinds_pass() -> None:
+    """Nothing is found when a request is cut back to any place, with or without others that read its pages."""
+    for n in (134, 133, 131, 128, 127, 8, 0):
+        assert inv.check_rewound(*rewound(n=n)) == ()
+        assert inv.check_rewound(deep(), ps.rewind_request(deep(), A, n), A, n) == ()
+
+
+@pytest.mark.parametrize("id_", inv.REWOUND)
+def test_rewound_fault_is_found(id_: str) -> None:
+    """A rewind with a planted fault violates the predicate meant for it."""
+    for fault in REWOUND_FAULTS[id_]:
+        assert inv.check_rewound(*fault(), [id_]), id_
+
+
+def retracted(
+    change: Callable[[ps.DecodeState], ps.DecodeState] = lambda s: s,
+) -> tuple[ps.DecodeState, ps.DecodeState, int]:
+    return scene(), change(ps.retract_request(scene(), A)), A
+
+
+RETRACTED_FAULTS: dict[str, list[Callable[[], tuple[Any, ...]]]] = {
+    "B13": [
+        lambda: retracted(lambda s: with_request(s, A, row=1)),
+        lambda: retracted(lambda s: with_request(s, A, kv_len=3)),
+        lambda: retracted(lambda s: with_request(s, A, tokens=s.requests[0].tokens.append(1))),
+        lambda: retracted(lambda s: with_request(s, A, finished="stop")),
+        lambda: retracted(lambda s: with_sampling(s, A, n_outputs=0)),
+    ],
+    "A19": [lambda: retracted(lambda s: with_list(s, "free_pages", lose_one))],
+    "C12": [lambda: retracted(lambda s: with_cache_row(s, "c128_state", 128, 1.0))],
+    "N08": [lambda: retracted(lambda s: with_cache_row(s, "swa", last_window_row(s, B), 9.0))],
+}
+
+
+def test_good_retraction_passes() -> None:
+    """Nothing is found when a request that shares pages is retracted, and when it is retracted again."""
+    assert inv.check_retracted(*retracted()) == ()
+    assert inv.check_retracted(retracted()[1], ps.retract_request(retracted()[1], A), A) == ()
+
+
+@pytest.mark.parametrize("id_", inv.RETRACTED)
+def test_retracted_fault_is_found(id_: str) -> None:
+    """A retraction with a planted fault violates the predicate meant for it."""
+    for fault in RETRACTED_FAULTS[id_]:
+        assert inv.check_retracted(*fault(), [id_]), id_
 
 
 def test_predicates_are_callable_alone() -> None:
