@@ -1,45 +1,52 @@
-"""A whole state in a folder: ``state.json`` (records, free lists, checksums) and ``state.safetensors`` (contents).
+"""A whole state in a folder: ``state.json`` (records, free lists) and ``state.safetensors`` (what its pages hold).
 
-A restored state steps on to the same bits and slot numbers as the saved one. A file that is damaged, of another format
-or of another model is refused before anything is built from it.
+A restored state steps on to the same bits and slot numbers as the saved one. Only pages and rows that somebody owns
+are written, so a file grows with what is in use, not with the pools.
 
 Source: none; the contents are those of ``state/``.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any, Final
 
 import attrs
+import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ..model.fingerprint import fingerprint
 from ..model.model import Model
-from ..state.capacity import Capacity, PoolSizes
-from ..state.config_reading import config_to_dict
-from ..state.decode import DecodeState, Request
-from ..state.errors import CheckpointError
+from ..state.capacity import C128_PAGE, Capacity, PoolSizes
+from ..state.decode import DecodeState
+from ..state.errors import CapacityError, CheckpointError
 from ..state.handles import Handle, create_handle
-from ..state.kv import init_kv
-from ..state.pages import FreeList
-from ..state.sampling import SamplingParams, SamplingRow, SamplingState
-from ..state.table import RequestTable, init_table
-from ..state.tokens import TokenLog
+from ..state.invariants import check
+from ..state.kv import C4_RING, C128_RING, init_kv
+from ..state.pages import FreeList, c128_pages
+from ..state.sampling import SamplingState
+from ..state.table import init_table, read_table
+from .container import Stored, open_folder, write_folder
 from .prepare import require_committed
+from .records import (
+    model_record,
+    read_request,
+    read_sampling,
+    request_record,
+    request_tensors,
+    require_model,
+    sampling_record,
+)
+from .release import layer_rows
 
 __all__ = ["restore_state", "save_state"]
 
-FORMAT: Final = 1
-"""Version of the files; a reader refuses any other."""
+Ints = NDArray[np.int64]
 
-RECORDS, CONTENTS = "state.json", "state.safetensors"
+KIND: Final = "state"
 FREE_LISTS: Final = ("free_rows", "free_pages", "free_swa_pages", "free_c128_pages")
 
 
@@ -51,215 +58,155 @@ def save_state(state: DecodeState, path: str | PathLike[str]) -> None:
         path: folder, made if missing. An earlier state there is replaced only once the new one is written whole.
     Raises:
         StateBusyError: a step is launched and not committed.
+        CheckpointError: the path is a file.
     """
     require_committed(state)
-    tensors = _contents(state)
     records = {
-        "format": FORMAT,
-        "model": _fingerprint(state),
-        "dtype": str(state.kv.dtype),
+        "model": model_record(state),
         "page_size": state.table.sizes.page_size,
         "capacity": attrs.asdict(state.capacity),
         "seed": state.seed,
         "next_id": state.next_id,
-        "requests": [_request_record(request) for request in state.requests],
-        "sampling": [_sampling_record(row) for row in state.sampling.rows],
+        "requests": [request_record(request) for request in state.requests],
+        "sampling": [sampling_record(row) for row in state.sampling.rows],
         "free": {name: getattr(state.table, name).to_record() for name in FREE_LISTS},
-        "checksums": {name: _checksum(tensor) for name, tensor in tensors.items()},
     }
-    folder = Path(path)
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder}: expected a folder to write to, got a file", field="path")
-    folder.mkdir(parents=True, exist_ok=True)
-    new = {name: folder / f"{name}.new" for name in (CONTENTS, RECORDS)}
-    save_file(tensors, new[CONTENTS])
-    new[RECORDS].write_text(json.dumps(records | {"digest": _digest(records)}, indent=1))
-    for name, file in new.items():
-        file.replace(folder / name)
+    tensors: dict[str, Tensor] = {}
+    for request, row in zip(state.requests, state.sampling.rows, strict=True):
+        tensors |= request_tensors(request, row, f"request.{request.request_id}.")
+    for group, handle in _handles(state).items():
+        for name, rows in _owned_rows(state)[group].items():
+            tensors |= {f"{group}.{name}.rows": rows, f"{group}.{name}": handle.rows(name, rows)}
+    write_folder(path, KIND, records, tensors)
 
 
 def restore_state(model: Model, path: str | PathLike[str]) -> DecodeState:
     """Read a state that ``save_state`` wrote.
 
     Args:
-        model: what will step it; its configuration and dtype must be those of the saved state.
+        model: what will step it: the model of the saved state, with the same dtype and numerics; kernels may differ.
         path: the folder.
     Returns:
         A state of its own memory, equal to the saved one.
     Raises:
-        CheckpointError: files are missing, damaged, of another format, or of another model.
+        CheckpointError: files are missing, cut, altered, of another version, or of another model.
+        CapacityError: there is no memory for pools of the saved sizes.
     """
-    folder = Path(path)
-    records = _read_records(folder / RECORDS)
-    try:
-        empty = _empty_like(model, records, folder)
-        tensors = _read_contents(folder / CONTENTS, records["checksums"])
-        return _filled(empty, records, tensors, folder)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    with open_folder(path, KIND) as stored:
+        empty = _empty(model, stored.records, torch.device("meta"))
+        require_model(model_record(empty), stored.records["model"], stored.file)
+        for group, handle in _handles(empty).items():
+            for name in handle.names:
+                shape, dtype, _ = handle.spec(name)
+                n_rows = stored.specs.get(f"{group}.{name}.rows", ((0,), None))[0][0]
+                stored.require(f"{group}.{name}.rows", (n_rows,), torch.int64)
+                stored.require(f"{group}.{name}", (n_rows, *shape[1:]), dtype)
+        state = _filled(_allocated(model, stored, empty), stored)
+        wrong = check(state)
+    if wrong:
         raise CheckpointError(
-            f"{folder / RECORDS}: expected the records of a saved state, got something else ({error!r}); save it again",
-            field=RECORDS,
-        ) from error
+            f"{stored.file}: is no sound state: {wrong[0]} ({len(wrong)} violations); save it again",
+            field=KIND,
+            got=wrong,
+        )
+    return state
 
 
 def _handles(state: DecodeState) -> dict[str, Handle]:
     return {"table": state.table.handle, "kv": state.kv.handle, "relay": state.relay}
 
 
-def _contents(state: DecodeState) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for group, handle in _handles(state).items():
-        with handle.read() as buffers:
-            tensors |= {f"{group}.{name}": buffer.detach().cpu().clone() for name, buffer in buffers.items()}
-    for request in state.requests:
-        tensors[f"tokens.{request.request_id}"] = torch.from_numpy(request.tokens.numpy())
-        tensors[f"outputs.{request.request_id}"] = torch.from_numpy(request.outputs.numpy())
-    for row in state.sampling.rows:
-        if row.output_counts is not None and row.prompt_seen is not None:
-            tensors[f"counts.{row.request_id}"] = row.output_counts.cpu().clone()
-            tensors[f"seen.{row.request_id}"] = row.prompt_seen.cpu().clone()
-    return tensors
-
-
-def _checksum(tensor: Tensor) -> str:
-    if not tensor.numel():  # an empty tensor may have strides that no view as bytes accepts
-        return hashlib.sha256().hexdigest()
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(flat.numpy().data).hexdigest()
-
-
-def _digest(records: Mapping[str, Any]) -> str:
-    """Checksum of everything else in the records."""
-    rest = {name: entry for name, entry in records.items() if name != "digest"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def _fingerprint(state: DecodeState) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads(json.dumps(config_to_dict(state.config)))
-    return config
-
-
-def _request_record(request: Request) -> dict[str, Any]:
-    record = attrs.asdict(request, recurse=False, filter=attrs.filters.exclude("tokens", "outputs"))
-    return dict(record)
-
-
-def _sampling_record(row: SamplingRow) -> dict[str, Any]:
+def _owned_rows(state: DecodeState) -> dict[str, dict[str, Tensor]]:
+    """List the rows of every buffer that belong to a request or to a page that one names, by group of buffers."""
+    table, sizes, kv = state.table, state.table.sizes, state.kv
+    with read_table(table) as view:
+        refs = {name: np.flatnonzero(view[name]) for name in ("page_refs", "swa_refs", "c128_refs")}
+    placed = [request for request in state.requests if not request.is_parked]
+    rows = np.array([request.row for request in placed], np.int64)
+    full, swa = refs["page_refs"], refs["swa_refs"]
+    named: dict[str, list[Ints]] = {
+        "req_to_token": [request.row * sizes.context + np.arange(request.kv_len) for request in placed],
+        "sidecar": [request.row * sizes.sidecar_width + np.arange(c128_pages(request.kv_len)) for request in placed],
+        "full_to_swa": [_span(full, sizes.page_size)],
+        **{name: [pages] for name, pages in refs.items()},
+    }
+    slots = {
+        "swa": _span(swa, sizes.page_size),
+        "c4": _span(full, sizes.c4_page),
+        "index": _span(full, sizes.c4_page),
+        "c128": _span(refs["c128_refs"], C128_PAGE),
+        "c4_state": _span(swa, C4_RING),
+        "index_state": _span(swa, C4_RING),
+        "c128_state": _span(rows, C128_RING),
+    }
+    empty = np.empty(0, np.int64)
     return {
-        "request_id": row.request_id,
-        "params": attrs.asdict(row.params),
-        "seed": row.seed,
-        "n_outputs": row.n_outputs,
+        "table": {name: torch.from_numpy(np.concatenate([empty, *parts])) for name, parts in named.items()},
+        "kv": {name: layer_rows(kv, name, slots[name]).cpu() for name in kv.handle.names},
+        "relay": {"token_ids": torch.from_numpy(rows)},
     }
 
 
-def _read_records(file: Path) -> dict[str, Any]:
-    try:
-        records = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: expected a saved state's records, got: {error}", field=file.name) from error
-    found = records.get("format") if isinstance(records, dict) else None
-    if found != FORMAT:
-        raise CheckpointError(
-            f"{file}: expected format {FORMAT}, got {found!r}; it was not written by this version's save_state",
-            field="format",
-            expected=FORMAT,
-            got=found,
-        )
-    if records.get("digest") != _digest(records):
-        raise CheckpointError(
-            f"{file}: the records were altered (their checksum differs); save the state again", field="digest"
-        )
-    return dict(records)
+def _span(pages: Ints, size: int) -> Ints:
+    return (pages[:, None] * size + np.arange(size)).reshape(-1)
 
 
-def _read_contents(file: Path, checksums: Mapping[str, str]) -> dict[str, Tensor]:
-    try:
-        tensors: dict[str, Tensor] = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file}: expected a saved state's contents, got: {error}", field=file.name) from error
-    damaged = sorted(
-        name
-        for name in {*tensors, *checksums}
-        if name not in tensors or _checksum(tensors[name]) != checksums.get(name)
-    )
-    if damaged:
-        raise CheckpointError(
-            f"{file}: {len(damaged)} parts are missing or altered: {', '.join(damaged[:20])}; save the state again",
-            field=file.name,
-            got=damaged,
-        )
-    return tensors
-
-
-def _empty_like(model: Model, records: Mapping[str, Any], folder: Path) -> DecodeState:
-    """Build the empty state of the records' sizes on paper: handles of no memory come later."""
+def _empty(model: Model, records: Mapping[str, Any], device: torch.device | None) -> DecodeState:
+    """Build the empty state of the records' sizes; on the meta device it takes no memory."""
     capacity = Capacity(**records["capacity"])
     sizes = PoolSizes.of(capacity, records["page_size"])
-    meta = torch.device("meta")
-    state = DecodeState(
+    on = model.device if device is None else device
+    return DecodeState(
         config=model.config,
+        numerics=model.numerics,
+        fingerprint=fingerprint(model),
         capacity=capacity,
         seed=records["seed"],
         next_id=records["next_id"],
         requests=(),
-        table=init_table(sizes, meta),
-        kv=init_kv(model.config, sizes, model.dtype, meta),
-        relay=create_handle({"token_ids": torch.zeros(sizes.requests + 1, dtype=torch.int64, device=meta)}),
+        table=init_table(sizes, device),
+        kv=init_kv(model.config, sizes, model.dtype, on),
+        relay=create_handle({"token_ids": torch.zeros(sizes.requests + 1, dtype=torch.int64, device=on)}),
         sampling=SamplingState(),
         launched=None,
     )
-    if records["model"] != _fingerprint(state) or records["dtype"] != str(model.dtype):
-        raise CheckpointError(
-            f"{folder}: expected a state of this model in {model.dtype}, got one of another configuration or in "
-            f"{records['dtype']}; restore it with the model it was made for",
-            field="model",
-            expected=str(model.dtype),
-            got=records["dtype"],
-        )
-    return state
 
 
-def _filled(empty: DecodeState, records: Mapping[str, Any], tensors: dict[str, Tensor], folder: Path) -> DecodeState:
-    contents: dict[str, dict[str, Tensor]] = {group: {} for group in _handles(empty)}
+def _allocated(model: Model, stored: Stored, empty: DecodeState) -> DecodeState:
+    try:
+        return _empty(model, stored.records, None)
+    except (RuntimeError, MemoryError) as error:
+        n_bytes = sum(handle.nbytes for handle in _handles(empty).values())
+        raise CapacityError(
+            f"{stored.file}: its pools need {n_bytes:,} bytes, and there is no memory for them ({error})",
+            field="capacity",
+            expected=n_bytes,
+        ) from error
+
+
+def _filled(empty: DecodeState, stored: Stored) -> DecodeState:
+    handles = {}
     for group, handle in _handles(empty).items():
-        for name in handle.names:
-            shape, dtype, _ = handle.spec(name)
-            tensor = tensors[f"{group}.{name}"]
-            if (tensor.shape, tensor.dtype) != (shape, dtype):
-                raise CheckpointError(
-                    f"{folder / CONTENTS}: {group}.{name}: expected {dtype} {tuple(shape)}, got {tensor.dtype} "
-                    f"{tuple(tensor.shape)}; the records do not belong to these contents",
-                    field=name,
-                    expected=tuple(shape),
-                    got=tuple(tensor.shape),
-                )
-            contents[group][name] = tensor
-    free = {name: FreeList.of_record(record) for name, record in records["free"].items()}
-    table = RequestTable(sizes=empty.table.sizes, handle=create_handle(contents["table"]), **free)
+        rows = {name: stored.read(f"{group}.{name}.rows") for name in handle.names}
+        with handle.write(rows) as write:
+            for name, numbers in rows.items():
+                buffer = write.tensors[name]
+                content = stored.read(f"{group}.{name}").to(buffer.device)
+                buffer.index_copy_(0, numbers.to(buffer.device), content)
+        handles[group] = write.handle
+    records = stored.records
+    loose = {name: stored.read(name) for name in stored.specs if name.startswith("request.")}
+    free: dict[str, Any] = {name: FreeList.of_record(record) for name, record in records["free"].items()}
+    requests, rows = [], []
+    for record, row in zip(records["requests"], records["sampling"], strict=True):
+        prefix = f"request.{record['request_id']}."
+        requests.append(read_request(record, loose, prefix))
+        rows.append(read_sampling(row, loose, prefix, empty.kv.device))
     return attrs.evolve(
         empty,
-        requests=tuple(_request(record, tensors) for record in records["requests"]),
-        table=table,
-        kv=attrs.evolve(empty.kv, handle=create_handle(contents["kv"])),
-        relay=create_handle(contents["relay"]),
-        sampling=SamplingState(rows=tuple(_sampling_row(record, tensors) for record in records["sampling"])),
-    )
-
-
-def _request(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Request:
-    request_id = record["request_id"]
-    tokens, outputs = (TokenLog.of(tensors[f"{name}.{request_id}"].numpy()) for name in ("tokens", "outputs"))
-    return Request(**record, tokens=tokens, outputs=outputs)
-
-
-def _sampling_row(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SamplingRow:
-    given = {**record["params"], "logit_bias": [tuple(pair) for pair in record["params"]["logit_bias"]]}
-    return SamplingRow(
-        request_id=record["request_id"],
-        params=SamplingParams(**given),
-        seed=record["seed"],
-        n_outputs=record["n_outputs"],
-        output_counts=tensors.get(f"counts.{record['request_id']}"),
-        prompt_seen=tensors.get(f"seen.{record['request_id']}"),
+        requests=tuple(requests),
+        table=attrs.evolve(empty.table, handle=handles["table"], **free),
+        kv=attrs.evolve(empty.kv, handle=handles["kv"]),
+        relay=handles["relay"],
+        sampling=SamplingState(rows=tuple(rows)),
     )
