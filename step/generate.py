@@ -20,7 +20,7 @@ from .decode import decode_step
 from .extend import extend_step
 from .requests import init_state, open_request
 
-__all__ = ["generate", "generate_tokens"]
+__all__ = ["generate", "generate_tokens", "prompt_ids", "without_control_tokens"]
 
 CHUNK = 1024
 """Prompt tokens fed at once; bounds the memory of a long prefill."""
@@ -109,10 +109,10 @@ def prompt_ids(model: Model, prompt: str) -> list[int]:
             field="tokenizer",
         )
     bos = [] if model.config.bos_token_id is None else [model.config.bos_token_id]
-    return bos + _without_control_tokens(model.tokenizer).encode(prompt, add_special_tokens=False).ids
+    return bos + without_control_tokens(model.tokenizer).encode(prompt, add_special_tokens=False).ids
 
 
-def _without_control_tokens(tokenizer: Tokenizer) -> Tokenizer:
+def without_control_tokens(tokenizer: Tokenizer) -> Tokenizer:
     """Return the tokenizer without its added vocabulary, so that no text of a user becomes a control token."""
     description = json.loads(tokenizer.to_str())
     return Tokenizer.from_str(json.dumps(description | {"added_tokens": [], "post_processor": None}))

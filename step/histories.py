@@ -19,13 +19,16 @@ from ..state.errors import CapacityError
 from ..state.sampling import SamplingParams
 from .decode import decode_step
 from .extend import extend_step
+from .forks import fork_request
 from .prepare import running_requests
-from .requests import close_request, fork_request, init_state, open_request
+from .requests import close_request, init_state, open_request, retract_request, rewind_request
 
 __all__ = [
     "PAGE_SIZES",
     "Operation",
+    "batches",
     "capacities",
+    "drops",
     "interrupted",
     "lengths",
     "operations",
@@ -39,7 +42,7 @@ __all__ = [
 PAGE_SIZES: Final = (4, 8, 12, 32, 128)
 """Page sizes worth testing: one group, one ring of pooling state, no power of two, several rings, the default."""
 
-Kind = Literal["open", "extend", "feed", "decode", "force", "fork", "close"]
+Kind = Literal["open", "extend", "feed", "decode", "force", "fork", "cut fork", "rewind", "retract", "close"]
 
 
 def page_sizes() -> st.SearchStrategy[int]:
@@ -59,6 +62,16 @@ def lengths(longest: int = 300, shortest: int = 1) -> st.SearchStrategy[int]:
     return st.one_of(short, short, short, middle, middle, *([st.sampled_from(borders)] if borders else []))
 
 
+def drops(longest: int = 260) -> st.SearchStrategy[int]:
+    """Draw how many tokens before its end a history is cut.
+
+    Args:
+        longest: upper limit; a history may be shorter and is then cut at its beginning.
+    """
+    borders = [n for n in (15, 40, 127, 128, 129, 132, 256, 260) if n <= longest]
+    return st.one_of(st.integers(0, min(9, longest)), st.sampled_from(borders or [0]))
+
+
 def prompts(vocab_size: int, longest: int = 300, shortest: int = 1) -> st.SearchStrategy[tuple[int, ...]]:
     """Draw token ids.
 
@@ -74,6 +87,17 @@ def prompts(vocab_size: int, longest: int = 300, shortest: int = 1) -> st.Search
         return patterns.map(lambda ids: tuple(ids[i % len(ids)] for i in range(n)))
 
     return lengths(longest, shortest).flatmap(spell)
+
+
+def batches(vocab_size: int, places: int = 4, longest: int = 300) -> st.SearchStrategy[dict[int, tuple[int, ...]]]:
+    """Draw ragged chunks for some of several requests, in any row order.
+
+    Args:
+        vocab_size: V.
+        places: requests to choose from.
+        longest: most ids of one chunk.
+    """
+    return st.dictionaries(st.integers(0, places - 1), prompts(vocab_size, longest), min_size=1, max_size=places)
 
 
 def sampling_params(vocab_size: int) -> st.SearchStrategy[SamplingParams]:
@@ -131,12 +155,14 @@ class Operation:
         place: which of the open requests, modulo their number.
         ids: tokens to feed.
         params: how to sample; used by "open".
+        drop: tokens that "cut fork" and "rewind" leave out at the end.
     """
 
     kind: Kind
     place: int = 0
     ids: tuple[int, ...] = (0,)
     params: SamplingParams = attrs.field(factory=SamplingParams)
+    drop: int = 0
 
 
 def operations(vocab_size: int, longest: int = 40) -> st.SearchStrategy[Operation]:
@@ -156,6 +182,9 @@ def operations(vocab_size: int, longest: int = 40) -> st.SearchStrategy[Operatio
         "decode",
         "force",
         "fork",
+        "cut fork",
+        "rewind",
+        "retract",
         "close",
     )
     return st.builds(
@@ -164,6 +193,7 @@ def operations(vocab_size: int, longest: int = 40) -> st.SearchStrategy[Operatio
         place=st.integers(0, 3),
         ids=prompts(vocab_size, longest),
         params=sampling_params(vocab_size),
+        drop=drops(longest),
     )
 
 
@@ -181,12 +211,20 @@ def run_operation(model: Model, state: DecodeState, operation: Operation) -> Dec
         return open_request(state, operation.params)[0]
     if operation.kind == "decode":
         return decode_step(model, state)[0] if running_requests(state) else state
-    ids = [r.request_id for r in state.requests if operation.kind in ("fork", "close") or r.finished is None]
-    if not ids:
+    is_step = operation.kind in ("extend", "feed", "force")
+    requests = [r for r in state.requests if not (is_step and r.finished is not None)]
+    if not requests:
         return state
-    request_id = ids[operation.place % len(ids)]
+    request = requests[operation.place % len(requests)]
+    request_id, n = request.request_id, max(0, len(request.tokens) - operation.drop)
     if operation.kind == "fork":
         return fork_request(state, request_id)[0]
+    if operation.kind == "cut fork":
+        return fork_request(state, request_id, at=n)[0]
+    if operation.kind == "rewind":
+        return rewind_request(state, request_id, n)
+    if operation.kind == "retract":
+        return retract_request(state, request_id)
     if operation.kind == "close":
         return close_request(state, request_id)
     if operation.kind == "force":

@@ -31,7 +31,9 @@ CONTRACT = [
 ]
 BESIDES = [
     *("Config", "DecodeState", "ForwardBatch", "KVState", "MHCState", "SamplingState", "ScheduleBatch", "StepOutput"),
-    "prepare_extend",
+    *("Captured", "Difference", "ExportedRequest", "FedToken", "Request", "Trace", "find_request", "first_difference"),
+    *("export_request", "import_request", "load_request", "save_request", "load_run", "save_run", "prepare_extend"),
+    *("retract_request", "rewind_request", "trace_step"),
 ]
 
 ROOT_ENTRIES = {
@@ -167,7 +169,10 @@ def test_host_reads_are_where_they_are_said_to_be() -> None:
     """Between the prepared batch and commit no Python reads a tensor on the host, but the opaque expert operators."""
     watched = [
         *(ROOT / "ops").glob("*.py"),
-        *(ROOT / "model" / name for name in ("attention.py", "forward.py", "layer.py", "paged.py", "sequence.py")),
+        *(
+            ROOT / "model" / name
+            for name in ("attention.py", "forward.py", "layer.py", "paged.py", "reading.py", "sequence.py")
+        ),
         *(ROOT / "step" / name for name in ("decode.py", "relay.py", "sample.py")),
     ]
     found = set()

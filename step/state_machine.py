@@ -1,8 +1,10 @@
-"""A machine that lives through random histories of a state and checks every promise after every step.
+"""A machine that lives through random histories of our own states and checks every promise after every step.
 
 Beside the state it keeps a naive model, which is nothing but lists of token ids, and states that it holds on to. After
 every operation: no invariant is violated, the records say what the lists say, and every held state is what it was. At
 the end, every logits row ever returned is compared with a recomputation of that request's tokens without any cache.
+
+``decode_machine.py`` holds its sister for engines of other make, which looks at them from outside only.
 
 Source: decode-path sheet, section 9; the machine has no counterpart upstream.
 """
@@ -11,18 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import attrs
+import numpy as np
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from torch import Tensor
 
 from ..model.model import Model
-from ..model.sequence import forward_sequence
 from ..state.batch import ScheduleBatch, StepOutput
-from ..state.decode import DecodeState
+from ..state.decode import DecodeState, find_request
 from ..state.errors import CapacityError, PurestepError, RequestError
 from ..state.invariants import (
     check,
@@ -30,6 +34,9 @@ from ..state.invariants import (
     check_committed,
     check_forked,
     check_prepared,
+    check_retracted,
+    check_rewound,
+    check_sampled,
     check_view,
     digest,
 )
@@ -37,37 +44,22 @@ from ..state.pages import c128_pages_needed, pages_needed
 from ..state.sampling import SamplingParams
 from .decode import decode_step
 from .extend import extend_step
+from .files import restore_state, save_state
+from .forks import fork_request
 from .forward_batch import forward_batch
-from .histories import capacities, interrupted, lengths, page_sizes, prompts, sampling_params
+from .histories import capacities, drops, interrupted, lengths, page_sizes, prompts, sampling_params
+from .naive import Text, recompute
 from .prepare import prepare_decode, prepare_extend
-from .requests import close_request, fork_request, init_state, open_request
+from .requests import close_request, init_state, open_request, retract_request, rewind_request
+from .transfer import export_request, import_request
 
-__all__ = ["DecodeMachine"]
+__all__ = ["StateMachine"]
 
 Step = Callable[[Model, DecodeState], tuple[DecodeState, StepOutput]]
 Prepare = Callable[[DecodeState], tuple[DecodeState, ScheduleBatch]]
 
 
-@attrs.frozen
-class _Text:
-    """The naive model of a request: what it was given and what it said.
-
-    Attributes:
-        ids: every token so far.
-        n_fed: how many of them have been fed; at most one has not.
-        is_over: whether it has finished.
-    """
-
-    ids: tuple[int, ...] = ()
-    n_fed: int = 0
-    is_over: bool = False
-
-    @property
-    def has_pending(self) -> bool:
-        return len(self.ids) > self.n_fed
-
-
-_Texts = Mapping[int, _Text]
+_Texts = Mapping[int, Text]
 
 
 @attrs.frozen(eq=False)
@@ -104,7 +96,7 @@ class _Replay:
     ids: tuple[int, ...]
 
 
-class DecodeMachine(RuleBasedStateMachine):
+class StateMachine(RuleBasedStateMachine):
     """Subclass it with ``models`` and run ``Subclass.TestCase``.
 
     Attributes:
@@ -131,7 +123,7 @@ class DecodeMachine(RuleBasedStateMachine):
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
         """Build a state with a request or two."""
-        self.model = data.draw(st.sampled_from(self.models), label="model")
+        self.model = self.models[data.draw(st.sampled_from(range(len(self.models))), label="model")]
         capacity = data.draw(capacities(self.context), label="capacity")
         state = init_state(self.model, capacity, page_size=data.draw(page_sizes(), label="page size"), seed=7)
         self._move(state, {})
@@ -145,14 +137,9 @@ class DecodeMachine(RuleBasedStateMachine):
         for _, rows in self.claims.items():
             for row in rows[1:]:
                 torch.testing.assert_close(row, rows[0], atol=self.tolerance, rtol=0)
-        longest = _maximal(self.claims)
-        width = max(len(ids) for ids in longest)
-        # What stands behind a sequence cannot influence it, so all of them go in one batch.
-        padded = torch.tensor([(*ids, *(0,) * (width - len(ids))) for ids in longest])
-        logits = forward_sequence(self.model, padded.to(self.model.device))
-        for ids, rows in self.claims.items():
-            source = next(i for i, text in enumerate(longest) if text[: len(ids)] == ids)
-            torch.testing.assert_close(rows[0], logits[source, len(ids) - 1], atol=self.tolerance, rtol=0)
+        expected = recompute(self.model, tuple(self.claims))
+        for rows, logits in zip(self.claims.values(), expected, strict=True):
+            torch.testing.assert_close(rows[0].cpu(), logits, atol=self.tolerance, rtol=0)
 
     # What is true after every operation.
 
@@ -165,6 +152,8 @@ class DecodeMachine(RuleBasedStateMachine):
             request = found[request_id]
             assert tuple(request.tokens.tolist()) == text.ids, f"tokens of request {request_id}"
             assert request.kv_len == text.n_fed, f"kv_len of request {request_id}"
+            assert tuple(request.output_positions.tolist()) == text.said, f"outputs of request {request_id}"
+            assert request.is_parked == text.is_parked, f"row of request {request_id}"
             assert (request.finished is not None) == text.is_over, f"end of request {request_id}"
         self.now = _Held(state, texts, digest(state))
 
@@ -193,11 +182,11 @@ class DecodeMachine(RuleBasedStateMachine):
 
     def _open(self, params: SamplingParams) -> None:
         before = self.now
-        if len(before.texts) == before.state.capacity.requests:
+        if sum(not text.is_parked for text in before.texts.values()) == before.state.capacity.requests:
             self._require_refused(CapacityError, lambda: open_request(before.state, params))
             return
         state, request_id = open_request(before.state, params)
-        self._move(state, {**before.texts, request_id: _Text()})
+        self._move(state, {**before.texts, request_id: Text()})
         self._require_unchanged(before)
 
     @precondition(lambda self: self._running())
@@ -216,7 +205,7 @@ class DecodeMachine(RuleBasedStateMachine):
         chunks: dict[int, tuple[int, ...]] = {}
         for request_id in rows:
             text = self.now.texts[request_id]
-            shortest = 0 if text.has_pending else 1
+            shortest = 0 if text.has_unfed else 1
             room = max(shortest, self.context - len(text.ids))
             ids = prompts(self.model.config.vocab_size, min(room, 260), shortest)
             chunks[request_id] = data.draw(ids, label=f"chunk of {request_id}")
@@ -226,27 +215,30 @@ class DecodeMachine(RuleBasedStateMachine):
             {request_id: self.now.texts[request_id].ids + ids for request_id, ids in chunks.items()},
         )
 
-    @precondition(lambda self: any(self.now.texts[i].has_pending for i in self._running()))
+    def _decodable(self) -> list[int]:
+        return [i for i in self._running() if self.now.texts[i].has_unfed and not self.now.texts[i].is_parked]
+
+    @precondition(lambda self: self._decodable())
     @rule(steps=st.integers(1, 4))
     def decode(self, steps: int) -> None:
-        """Decode everything that runs, several times."""
+        """Decode everything that runs, several times; retracted requests wait."""
         for _ in range(steps):
-            rows = [i for i in self._running() if self.now.texts[i].has_pending]
+            rows = self._decodable()
             if rows:
                 self._step(prepare_decode, decode_step, {i: self.now.texts[i].ids for i in rows})
 
     @precondition(lambda self: self._running())
     @rule(data=st.data())
     def decode_some(self, data: st.DataObject) -> None:
-        """Decode some requests in any order, some of them with a forced token."""
+        """Decode some requests in any order, retracted ones too, some of them with a forced token."""
         rows = data.draw(_subsets(self._running()), label="rows")
         ids = st.integers(0, self.model.config.vocab_size - 1)
         force, fed = {}, {}
         for request_id in rows:
             text = self.now.texts[request_id]
-            if not text.has_pending or data.draw(st.booleans(), label=f"force {request_id}"):
+            if not text.has_unfed or data.draw(st.booleans(), label=f"force {request_id}"):
                 force[request_id] = data.draw(ids, label=f"token of {request_id}")
-                fed[request_id] = (*text.ids[: text.n_fed], force[request_id])
+                fed[request_id] = text.forced(force[request_id])
             else:
                 fed[request_id] = text.ids
         self._step(
@@ -277,12 +269,16 @@ class DecodeMachine(RuleBasedStateMachine):
         _require_none(check_view(prepared, batch, forward_batch(prepared, batch)))
         state, out = step(self.model, before.state)
         _require_none(check_committed(prepared, out, state))
+        # Logits of every position come for a whole step; each row's last one is what was sampled from.
+        last = np.cumsum(batch.extend_lens) - 1 if len(out.logits) > len(fed) else np.arange(len(fed))
+        if out.next_token_ids:
+            _require_none(check_sampled(prepared, out.logits[torch.from_numpy(last)], None, out, state))
         assert batch.request_ids == tuple(fed), f"rows {batch.request_ids}, expected {tuple(fed)}"
         self._claim(before.texts, fed, out)
         texts = dict(before.texts)
         for i, (request_id, ids) in enumerate(fed.items()):
             sampled = out.next_token_ids[i : i + 1]
-            texts[request_id] = _Text((*ids, *sampled), len(ids), request_id in out.finished)
+            texts[request_id] = texts[request_id].fed(ids, sampled, request_id in out.finished)
         self._move(state, texts)
         self._require_unchanged(before)
         self.replays = [*self.replays, _Replay(before, step, self.now.mark, out.logits, out.next_token_ids)][-2:]
@@ -301,8 +297,10 @@ class DecodeMachine(RuleBasedStateMachine):
             self.claims.setdefault(ids, []).append(row)
 
     def _is_short(self, fed: Mapping[int, tuple[int, ...]]) -> bool:
-        """Tell whether some pool or the context cannot hold what a step wants to feed."""
+        """Tell whether some pool, the rows or the context cannot hold what a step wants to feed."""
         table, texts = self.now.state.table, self.now.texts
+        if sum(texts[request_id].is_parked for request_id in fed) > len(table.free_rows):
+            return True
         size = table.sizes.page_size
         spans = [(texts[request_id].n_fed, len(ids)) for request_id, ids in fed.items()]
         n_pages = sum(pages_needed(prefix, total, size) for prefix, total in spans)
@@ -312,20 +310,85 @@ class DecodeMachine(RuleBasedStateMachine):
         is_full = n_pages > min(len(table.free_pages), len(table.free_swa_pages))
         return is_long or is_full or n_c128 > len(table.free_c128_pages)
 
+    def _one(self, data: st.DataObject) -> tuple[int, Text]:
+        """Draw an open request."""
+        request_id = data.draw(st.sampled_from(tuple(self.now.texts)), label="request")
+        return request_id, self.now.texts[request_id]
+
     @precondition(lambda self: self.now.texts)
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
-        """Fork a request."""
+    @rule(data=st.data(), drop=st.none() | drops())
+    def fork(self, data: st.DataObject, drop: int | None) -> None:
+        """Fork a request, whole or some tokens before its end, or where the last one ends."""
         before = self.now
-        parent = data.draw(st.sampled_from(tuple(before.texts)), label="parent")
+        parent, text = self._one(data)
+        at = None if drop is None else max(0, len(text.ids) - drop)
         params = data.draw(st.none() | sampling_params(self.model.config.vocab_size), label="params")
+        n = len(text.ids) if at is None else at
+        n_said = len(text.cut(n, 0).said)
+        if params is not None and params.max_new_tokens is not None and params.max_new_tokens <= n_said:
+            self._require_refused(RequestError, lambda: fork_request(before.state, parent, at=at, sampling=params))
+            return
         try:
-            state, fork = fork_request(before.state, parent, sampling=params)
+            state, fork = fork_request(before.state, parent, at=at, sampling=params)
         except CapacityError:
             self._require_unchanged(before)
             return
-        _require_none(check_forked(before.state, state, parent, fork))
-        self._move(state, {**before.texts, fork: before.texts[parent]})
+        _require_none(check_forked(before.state, state, parent, fork, at))
+        forked = attrs.evolve(text.cut(n, find_request(state, fork).kv_len), is_parked=False)
+        self._move(state, {**before.texts, fork: forked})
+        self._require_unchanged(before)
+
+    @precondition(lambda self: self.now.texts)
+    @rule(data=st.data(), drop=drops())
+    def rewind(self, data: st.DataObject, drop: int) -> None:
+        """Cut a request back; a finished one runs again."""
+        before = self.now
+        request_id, text = self._one(data)
+        n = max(0, len(text.ids) - drop)
+        try:
+            state = rewind_request(before.state, request_id, n)
+        except CapacityError:
+            self._require_unchanged(before)
+            return
+        _require_none(check_rewound(before.state, state, request_id, n))
+        self._move(state, {**before.texts, request_id: text.cut(n, find_request(state, request_id).kv_len)})
+        self._require_unchanged(before)
+
+    @precondition(lambda self: self.now.texts)
+    @rule(data=st.data())
+    def retract(self, data: st.DataObject) -> None:
+        """Take a request's memory back; ``decode_some`` and ``extend`` resume it."""
+        before = self.now
+        request_id, text = self._one(data)
+        state = retract_request(before.state, request_id)
+        _require_none(check_retracted(before.state, state, request_id))
+        self._move(state, {**before.texts, request_id: text.parked()})
+        self._require_unchanged(before)
+
+    @precondition(lambda self: self.now.texts)
+    @rule(data=st.data())
+    def export_and_import(self, data: st.DataObject) -> None:
+        """Take a copy of a request in, as if it came from another state."""
+        before = self.now
+        request_id, text = self._one(data)
+        try:
+            state, copy = import_request(before.state, export_request(before.state, request_id))
+        except CapacityError:
+            self._require_unchanged(before)
+            return
+        # One that owns no slot needs no row before it is fed.
+        self._move(state, {**before.texts, copy: attrs.evolve(text, is_parked=not text.n_fed)})
+        self._require_unchanged(before)
+
+    @rule()
+    def save_and_restore(self) -> None:
+        """Go on from a copy that went through files."""
+        before = self.now
+        with TemporaryDirectory() as folder:
+            save_state(before.state, Path(folder))
+            state = restore_state(self.model, Path(folder))
+        self._move(state, before.texts)
+        assert self.now.mark == before.mark, "a restored state is not the saved one"
         self._require_unchanged(before)
 
     @precondition(lambda self: self.now.texts)
@@ -333,7 +396,7 @@ class DecodeMachine(RuleBasedStateMachine):
     def close(self, data: st.DataObject) -> None:
         """Close a request, finished or not."""
         before = self.now
-        gone = data.draw(st.sampled_from(tuple(before.texts)), label="request")
+        gone, _ = self._one(data)
         state = close_request(before.state, gone)
         _require_none(check_closed(before.state, state))
         self._move(state, {i: text for i, text in before.texts.items() if i != gone})
@@ -378,7 +441,7 @@ class DecodeMachine(RuleBasedStateMachine):
         elif fault == "twice":
             twice = [request_id, request_id]
             self._require_refused(RequestError, lambda: decode_step(self.model, state, only=twice))
-        elif not self.now.texts[request_id].has_pending:
+        elif not self.now.texts[request_id].has_unfed:
             self._require_refused(RequestError, lambda: extend_step(self.model, state, {request_id: ()}))
 
     @precondition(lambda self: self._running())
@@ -405,12 +468,3 @@ def _subsets(ids: Sequence[int]) -> st.SearchStrategy[list[int]]:
 
 def _require_none(violations: Sequence[object]) -> None:
     assert not violations, "\n".join(str(violation) for violation in violations)
-
-
-def _maximal(texts: Mapping[tuple[int, ...], object]) -> list[tuple[int, ...]]:
-    """Keep the sequences that no other one continues."""
-    kept: list[tuple[int, ...]] = []
-    for ids in sorted(texts, key=len, reverse=True):
-        if not any(longer[: len(ids)] == ids for longer in kept):
-            kept.append(ids)
-    return kept
