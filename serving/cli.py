@@ -1,15 +1,15 @@
-"""The command line: ``purestep generate``, ``purestep score``, ``purestep info``.
+"""The command line: ``purestep generate``, ``score``, ``info``, ``record``, ``diff``, ``trace``.
 
 Standard output carries what was asked for and nothing else; progress, statistics and complaints go to standard error.
 
-========= =====================================================================
+========= ===============================================================================================
 exit code meaning
-========= =====================================================================
+========= ===============================================================================================
 0         done
-1         it went wrong while running, or nobody reads the output any more
+1         it went wrong while running, or nobody reads the output any more; ``diff``: the runs differ
 2         something that cannot be done was asked for
 130       interrupted
-========= =====================================================================
+========= ===============================================================================================
 """
 
 from __future__ import annotations
@@ -38,14 +38,21 @@ from ..model.checkpoint import CheckpointNote
 from ..model.loading import load_model, model_folder
 from ..model.model import Model
 from ..model.shards import CONFIG_FILE
+from ..model.stages import STAGES
 from ..state.errors import ConfigError, PurestepError, RequestError
 from ..state.sampling import SamplingParams
+from ..step.compare import compare_runs
 from ..step.generate import generate_tokens, prompt_ids
+from ..step.run_files import save_run
 from ..step.selfcheck import check_output
 from .costs import cache_costs
 from .info import info_tables, pairs_table, show_bytes
+from .records import diff_tables, read_pairs, read_run, record_run, row_independent
 from .score import Score, score_text
 from .terminal import STDIN, decode_text, progress_bar, read_text, table_console, write_text
+from .trace_page import trace_page
+from .trace_run import history_prompts, parse_histories, token_texts, trace_run
+from .trace_text import batch_table, pool_table, stage_table
 
 __all__ = ["app", "main"]
 
@@ -135,7 +142,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         seed=secrets.randbits(32) if seed is None else seed,
     )
-    text = read_text(STDIN) if prompt in (None, STDIN) else decode_text("prompt", os.fsencode(str(prompt)))
+    text = _prompt_text(STDIN if prompt is None else prompt)
     loaded = _load(model, dtype, kernels)
     ids = _prompt_ids(loaded, text)
     if echo:
@@ -191,6 +198,90 @@ def info(
     """Show a model's configuration, layers, parameters and cache sizes."""
     for table in info_tables(_folder(model), context=context, requests=requests):
         table_console().print(table)
+
+
+@app.command()
+def record(
+    prompts: Annotated[list[str], typer.Argument(help="Texts that run together as requests 0, 1, ...")],
+    out: Annotated[Path, typer.Argument(help="Folder that the run is written to.")],
+    model: ModelName = "tiny",
+    dtype: Dtype = None,
+    kernels: Kernels = None,
+    invariant: Annotated[bool, typer.Option("--invariant", help="Compute every row alone, bit for bit.")] = False,
+    stages: Annotated[
+        str | None, typer.Option(help="Stages to keep, like attn.input,3.ffn.output; default all of all layers.")
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that every request samples.")] = 8,
+    chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens of a request fed at once.")] = 512,
+    seed: Annotated[int | None, typer.Option(help="Sample with it; default always the likeliest token.")] = None,
+) -> None:
+    """Run prompts as one batch and write what every step computes, for "purestep diff"."""
+    if out.exists() and not out.is_dir():
+        raise RequestError(f"OUT: expected a folder to write to, got the file {out}", field="out", got=out)
+    texts = [_prompt_text(prompt) for prompt in prompts]
+    loaded = _load(model, dtype, kernels)
+    if invariant:
+        loaded = row_independent(loaded, kernels)
+    ids = [_prompt_ids(loaded, text) for text in texts]
+    names = STAGES if stages is None else stages.split(",")
+    with progress_bar("steps") as report:
+        run = record_run(loaded, ids, stages=names, new_tokens=new_tokens, chunk=chunk, seed=seed, progress=report)
+    save_run(run, out)
+    typer.echo(f"{out}: requests: {len(ids):,}, steps: {len(run):,}", err=True)
+
+
+@app.command()
+def diff(
+    a: Annotated[str, typer.Argument(help="Folder of the first run.")],
+    b: Annotated[str, typer.Argument(help="Folder of the second run.")],
+    atol: Annotated[float, typer.Option(help="Numbers agree up to this difference ...")] = 0.0,
+    rtol: Annotated[float, typer.Option(help="... plus this share of the larger of them.")] = 0.0,
+    pairs: Annotated[
+        list[str] | None,
+        typer.Option("--map", help="Compare request 0 of A with 1 of B: 0:1; may be repeated."),
+    ] = None,
+) -> None:
+    """Show the first step, layer, stage and number in which two recorded runs differ; exit code 1 if they do."""
+    runs = read_run(a), read_run(b)
+    found = compare_runs(*runs, atol=atol, rtol=rtol, requests=read_pairs(pairs or ()))
+    for table in diff_tables((a, b), runs, found):
+        table_console().print(table)
+    if found.difference is not None:
+        raise typer.Exit(1)
+    typer.echo("no difference")
+
+
+@app.command()
+def trace(
+    prompts: Annotated[list[str] | None, typer.Argument(help="Texts to start from, in place of --histories.")] = None,
+    model: ModelName = "tiny",
+    dtype: Dtype = None,
+    kernels: Kernels = None,
+    histories: Annotated[str, typer.Option(help="Tokens that every request has at the start.")] = "10,7,20",
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps to trace.")] = 4,
+    page_size: Annotated[int, typer.Option(help="Tokens per page, a multiple of 4.")] = 4,
+    all_stages: Annotated[
+        bool, typer.Option("--all-stages", help="Show the stages of every step, not of the first alone.")
+    ] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a page that draws the steps.")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write everything as JSON.")] = None,
+) -> None:
+    """Show what decode steps do: which request, which position, which slot is read, which is written."""
+    texts, lengths = [_prompt_text(prompt) for prompt in prompts or ()], parse_histories(histories)
+    loaded = _load(model, dtype, kernels)
+    ids = [_prompt_ids(loaded, text) for text in texts] or history_prompts(loaded, lengths)
+    with progress_bar("steps") as report:
+        traces = trace_run(loaded, ids, steps=steps, page_size=page_size, progress=report)
+    token_text = token_texts(loaded)
+    for number, one in enumerate(traces, 1):
+        tables = [batch_table(one, number, token_text), pool_table(one)]
+        for table in [*tables, stage_table(one)] if all_stages or number == 1 else tables:
+            table_console().print(table)
+    if html is not None:
+        about = f"{model}: {steps} decode steps of {len(ids)} requests, pages of {page_size} tokens"
+        html.write_text(trace_page(traces, about=about, token_text=token_text), encoding="utf-8")
+    if as_json is not None:
+        as_json.write_text(json.dumps([attrs.asdict(one) for one in traces]), encoding="utf-8")
 
 
 def _stream(model: Model, ids: list[int], params: SamplingParams) -> list[tuple[str, str]]:
@@ -249,6 +340,10 @@ def _prompt_ids(model: Model, text: str) -> list[int]:
             got=len(ids),
         )
     return ids
+
+
+def _prompt_text(prompt: str) -> str:
+    return read_text(STDIN) if prompt == STDIN else decode_text("prompt", os.fsencode(prompt))
 
 
 def _score_table(rows: Iterable[tuple[str, Score]]) -> Table:
