@@ -197,16 +197,16 @@ def _filled(empty: DecodeState, stored: Stored) -> DecodeState:
     records = stored.records
     loose = {name: stored.read(name) for name in stored.specs if name.startswith("request.")}
     free: dict[str, Any] = {name: FreeList.of_record(record) for name, record in records["free"].items()}
-    requests, rows = [], []
+    requests, sampling = [], []
     for record, row in zip(records["requests"], records["sampling"], strict=True):
         prefix = f"request.{record['request_id']}."
         requests.append(read_request(record, loose, prefix))
-        rows.append(read_sampling(row, loose, prefix, empty.kv.device))
+        sampling.append(read_sampling(row, loose, prefix, empty.kv.device))
     return attrs.evolve(
         empty,
         requests=tuple(requests),
         table=attrs.evolve(empty.table, handle=handles["table"], **free),
         kv=attrs.evolve(empty.kv, handle=handles["kv"]),
         relay=handles["relay"],
-        sampling=SamplingState(rows=tuple(rows)),
+        sampling=SamplingState(rows=tuple(sampling)),
     )
