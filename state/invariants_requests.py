@@ -58,7 +58,7 @@ def pending_is_last_output(ledger: Ledger) -> Found:
             continue
         if request.n_unfed not in (0, 1):
             yield holding.name, f"expected at most one token without a slot, got {request.n_unfed}"
-        elif request.n_unfed and not request.has_pending:
+        elif request.n_unfed and request.n_outputs and not request.has_pending:
             yield holding.name, "expected the pending token to be the last sampled one"
 
 

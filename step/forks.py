@@ -16,6 +16,7 @@ from ..state.errors import RequestError
 from ..state.kv import C4_RING, C128_RING
 from ..state.sampling import SamplingParams, SamplingState, fork_row, row_of
 from ..state.table import Edit, RequestTable, write_table
+from ..state.tokens import TokenLog
 from .cuts import checked_length, cut_history, cut_record, reuse_point
 from .metadata import c4_state_loc
 from .prepare import require_committed
@@ -29,7 +30,12 @@ Ints = NDArray[np.int64]
 
 
 def fork_request(
-    state: DecodeState, request_id: int, *, at: int | None = None, sampling: SamplingParams | None = None
+    state: DecodeState,
+    request_id: int,
+    *,
+    at: int | None = None,
+    sampling: SamplingParams | None = None,
+    as_prompt: bool = False,
 ) -> tuple[DecodeState, int]:
     """Open a request that shares another one's history, whole or up to a token.
 
@@ -39,13 +45,15 @@ def fork_request(
 
     With ``at`` the fork has the first ``at`` tokens. It starts at the nearest *reuse point*: all that the parent has
     cached, or a multiple of the page size and of 128 whose window pages still live, or nothing. The tokens from there
-    on are fed first by its next step: ``find_request(state, fork_id).n_unfed`` of them.
+    on are fed first by its next step: ``find_request(state, fork_id).n_unfed`` of them. Where that is none, it needs a
+    token to go on: ``extend_step`` or ``force=``.
 
     Args:
         state: before.
         request_id: the request to fork; one that has finished may be forked at an earlier token.
         at: tokens to share; default all, the pending one included.
         sampling: other parameters for the fork (another seed, say).
+        as_prompt: count all shared tokens as given, none as sampled: for a new request on an old prefix.
     Returns:
         (state, fork_id).
     Raises:
@@ -57,8 +65,10 @@ def fork_request(
     n = len(parent.tokens) if at is None else checked_length(parent, at, "at")
     point = reuse_point(state, parent, n)
     cut = parent if n == len(parent.tokens) else cut_record(parent, n, point)
+    if as_prompt:
+        cut = attrs.evolve(cut, output_positions=TokenLog(), finished=None)
     fork_id = state.next_id
-    sampled = _forked_sampling(state, cut, fork_id, sampling)
+    sampled = _forked_sampling(state, cut, fork_id, sampling, is_whole=cut is parent)
     free_rows, (row,) = state.table.free_rows.take(1)
     table, copies = _forked_table(attrs.evolve(state.table, free_rows=free_rows), parent, row, point)
     fork = attrs.evolve(cut, request_id=fork_id, row=row)
@@ -74,7 +84,9 @@ def fork_request(
     return state, fork_id
 
 
-def _forked_sampling(state: DecodeState, cut: Request, fork_id: int, params: SamplingParams | None) -> SamplingState:
+def _forked_sampling(
+    state: DecodeState, cut: Request, fork_id: int, params: SamplingParams | None, *, is_whole: bool
+) -> SamplingState:
     """Continue the parent's sampling row with the tokens that the fork has."""
     if params is not None:
         check_params(state, params)
@@ -86,11 +98,10 @@ def _forked_sampling(state: DecodeState, cut: Request, fork_id: int, params: Sam
                 expected=f"> {cut.n_outputs}",
                 got=params.max_new_tokens,
             )
-    row = row_of(state.sampling, cut.request_id)
-    is_counted = row.n_outputs == cut.n_outputs and (
-        params is None or not params.has_penalties or row.params.has_penalties
+    has_counts = (
+        params is None or not params.has_penalties or row_of(state.sampling, cut.request_id).params.has_penalties
     )
-    history = None if is_counted else cut_history(state, cut)
+    history = None if is_whole and has_counts else cut_history(state, cut)
     return fork_row(state.sampling, cut.request_id, fork_id, params, history=history)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import purestep as ps
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from kit.models import tiny_model
 from kit.steps import ENDLESS, examples, fresh, ids_of, recompute
@@ -110,6 +110,7 @@ def test_going_back_says_the_same_again(params: ps.SamplingParams, page_size: in
         if at < len(said):
             state, _ = ps.decode_step(MODEL, state, only=[request])
     assert ps.invariants.check(state) == ()
+    assume(ps.find_request(state, request).n_unfed)  # at a reuse point there is no token whose logits say what follows
     state, _ = sampled(state, request, len(said) - len(ps.find_request(state, request).tokens))
     assert ps.find_request(state, request).tokens.tolist() == said
     assert ps.find_request(state, request).finished == (None if params.max_new_tokens is None else "length")
@@ -140,6 +141,23 @@ def test_sixty_four_forks_cost_what_they_write(order: list[int], page_size: int,
         state = ps.close_request(state, tree[i])
     assert ps.invariants.check(state) == ()
     assert pages(state) == pages(empty)
+
+
+@pytest.mark.parametrize("page_size", [8, 128])
+def test_a_fork_counts_only_the_tokens_that_it_has(page_size: int) -> None:
+    """Penalties of a fork see its own tokens: none behind ``at``, and none as sampled with ``as_prompt``."""
+    params = ps.SamplingParams(temperature=0, repetition_penalty=1.5, frequency_penalty=1.0, ignore_eos=True)
+    state, request = talking(page_size, 140, 6, params)
+    tokens = ps.find_request(state, request).tokens.tolist()
+    for at in (128, 139, 140, 143, 146):
+        for as_prompt in (False, True):
+            forked, fork = ps.fork_request(state, request, at=at, as_prompt=as_prompt)
+            row = next(row for row in forked.sampling.rows if row.request_id == fork)
+            n_prompt = at if as_prompt else min(at, 140)
+            assert row.n_outputs == ps.find_request(forked, fork).n_outputs == at - n_prompt
+            assert row.prompt_seen.nonzero().flatten().tolist() == sorted(set(tokens[:n_prompt]))
+            assert row.output_counts.sum() == at - n_prompt
+            assert ps.invariants.check(forked) == ()
 
 
 def test_finished_request_runs_again_where_it_is_cut() -> None:
