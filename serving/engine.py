@@ -1,0 +1,446 @@
+"""The engine loop: one task owns the state; steps run in one worker thread, so that the event loop stays responsive.
+
+A turn takes what has happened since the last one, lets the scheduler plan, makes the step, and tells every stream what
+was sampled. Nothing but the current pool is kept. A step that raises leaves the pool as it was; the requests that were
+in it end with the error, all others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from math import lcm
+from typing import Any, Final, Literal
+
+import attrs
+import torch
+from torch import Tensor
+
+from ..model.model import Model
+from ..ops.sampling import token_logprobs
+from ..state.batch import StepOutput
+from ..state.capacity import Capacity
+from ..state.decode import find_request
+from ..state.errors import CapacityError, PurestepError, RequestError
+from ..state.invariants import check
+from ..step.extend import extend_step
+from ..step.requests import init_state
+from .asks import Ask, Ended, QueueFullError, Sampled, TokenLogprobs
+from .pool import Pool
+from .scheduler import Arrived, Cancelled, Event, Limits, Plan, Rows, SchedulerState, Stepped, schedule
+
+__all__ = ["Engine", "EngineLimits", "EngineStatus", "Stream"]
+
+_POOL_PAGES: Final = {"full": "free_pages", "window": "free_swa_pages", "C128": "free_c128_pages", "rows": "free_rows"}
+
+
+@attrs.frozen(kw_only=True)
+class EngineLimits:
+    """How much the engine takes on.
+
+    Attributes:
+        running: requests that run at once.
+        waiting: requests that may wait besides; more are refused.
+        tokens: tokens of all requests together that may own a slot.
+        context: longest request, reply included.
+        page_size: tokens per page.
+        budget: tokens that a step feeds at most.
+        points: prefixes held for reuse; 0 switches reuse off.
+        checks_invariants: whether every state is checked; for debugging.
+    """
+
+    running: int = 8
+    waiting: int = 64
+    tokens: int = 16384
+    context: int = 2048
+    page_size: int = 128
+    budget: int = 512
+    points: int = 8
+    checks_invariants: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class EngineStatus:
+    """What the engine is doing.
+
+    Attributes:
+        running: requests that own rows.
+        waiting: requests that do not yet, or not any more.
+        pools: name -> (used, total) pages, or rows of the request table.
+        pool_bytes: bytes of each cache buffer.
+        counters: what has happened since the start.
+        seconds_since_progress: since the last turn ended, while there is something to do; None when idle.
+        is_ready: whether it takes requests.
+    """
+
+    running: int
+    waiting: int
+    pools: Mapping[str, tuple[int, int]]
+    pool_bytes: Mapping[str, int]
+    counters: Mapping[str, int]
+    seconds_since_progress: float | None
+    is_ready: bool
+
+
+class Stream:
+    """The reply to one ask: an async iterator of ``Sampled``, and ``Ended`` last."""
+
+    def __init__(self, key: int, engine: Engine) -> None:
+        self.key = key
+        self._engine = engine
+        self._queue: asyncio.Queue[Sampled | Ended] = asyncio.Queue()
+
+    def cancel(self) -> None:
+        """Stop the generation; what was sampled already still comes, then ``Ended``. Doing it twice does nothing."""
+        self._engine._post(Cancelled(key=self.key))
+
+    async def __aiter__(self) -> AsyncIterator[Sampled | Ended]:
+        while True:
+            item = await self._queue.get()
+            yield item
+            if isinstance(item, Ended):
+                return
+
+
+@attrs.define(eq=False, kw_only=True)
+class _Reply:
+    """What is being put together for one ask.
+
+    Attributes:
+        ask: the ask.
+        stream: where it goes.
+        outputs: tokens sampled so far.
+        n_cached: prompt tokens taken over.
+        prompt_logprobs: of the prompt tokens so far, where asked for.
+    """
+
+    ask: Ask
+    stream: Stream
+    outputs: tuple[int, ...] = ()
+    n_cached: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ((None, ()),)
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class _Turn:
+    """What a turn led to; made in the worker thread.
+
+    Attributes:
+        scheduler: the scheduler's state after it.
+        pool: the pool after it.
+        said: (key, tokens or end) in order.
+        prompt_logprobs: (key, first position, log-probabilities of prompt tokens from there on) where asked for.
+        finished: keys that ended in the step.
+        broken: keys that a failed step is to blame on.
+        fed: tokens fed.
+        is_idle: whether nothing ran.
+    """
+
+    scheduler: SchedulerState
+    pool: Pool
+    said: tuple[tuple[int, Sampled | Ended], ...]
+    prompt_logprobs: tuple[tuple[int, int, tuple[TokenLogprobs, ...]], ...]
+    finished: tuple[int, ...] = ()
+    broken: tuple[int, ...] = ()
+    fed: int = 0
+    is_idle: bool = False
+
+
+class Engine:
+    """Runs requests until it is stopped; all methods belong to one event loop."""
+
+    def __init__(self, model: Model, limits: EngineLimits) -> None:
+        """Allocate the pools.
+
+        Args:
+            model: steps everything.
+            limits: how much it takes on.
+        """
+        self.model, self.limits = model, limits
+        rows = limits.running + limits.points
+        capacity = Capacity(requests=rows, tokens=limits.tokens, context=limits.context)
+        self._pool = Pool(state=init_state(model, capacity, page_size=limits.page_size))
+        unit = lcm(limits.page_size, 128)
+        self._scheduler = SchedulerState(
+            limits=Limits(running=limits.running, budget=limits.budget, points=limits.points, unit=unit)
+        )
+        self._replies: dict[int, _Reply] = {}
+        self._events: list[Event] = []
+        self._keys = count()
+        self._wake = asyncio.Event()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="steps")
+        self._task: asyncio.Task[None] | None = None
+        self._is_open = False
+        self._progress = time.monotonic()
+        self._counters: dict[str, int] = dict.fromkeys(
+            ("steps", "prompt_tokens", "cached_tokens", "generated_tokens", "fed_tokens", "retractions", "aborts"), 0
+        )
+
+    async def start(self) -> None:
+        """Begin to take requests."""
+        self._is_open = True
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self, deadline_s: float = 0.0) -> None:
+        """Take no more requests, let those that run end until the deadline, and cancel the rest.
+
+        Args:
+            deadline_s: seconds to wait at most.
+        """
+        self._is_open = False
+        end = time.monotonic() + deadline_s
+        while self._replies and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        for key in list(self._replies):
+            self._post(Cancelled(key=key))
+        while (self._replies or self._events) and self._task is not None and not self._task.done():
+            await asyncio.sleep(0.005)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._worker.shutdown()
+
+    def submit(self, ask: Ask) -> Stream:
+        """Take a request in.
+
+        Args:
+            ask: the request; its ``max_new_tokens`` is cut to what context and pools can hold.
+        Returns:
+            Its reply as it comes.
+        Raises:
+            RequestError: an empty prompt, or ids outside the vocabulary.
+            CapacityError: the prompt can never fit; the message names the limit.
+            QueueFullError: too many wait; or the engine is stopping.
+        """
+        ask = self._checked(ask)
+        if not self._is_open or len(self._replies) >= self.limits.running + self.limits.waiting:
+            raise QueueFullError(
+                f"engine: {len(self._replies)} requests are being served or wait, at most "
+                f"{self.limits.running + self.limits.waiting} may; ask again later",
+                field="queue",
+                got=len(self._replies),
+            )
+        key = next(self._keys)
+        stream = Stream(key, self)
+        self._replies[key] = _Reply(ask=ask, stream=stream)
+        self._pool = attrs.evolve(self._pool, params={**self._pool.params, key: ask.params})
+        self._counters["prompt_tokens"] += len(ask.prompt_ids)
+        self._post(Arrived(key=key, prompt=ask.prompt_ids, may_reuse=ask.prompt_logprobs is None))
+        return stream
+
+    def status(self) -> EngineStatus:
+        """Say what the engine is doing; reads host values alone."""
+        table, sizes = self._pool.state.table, self._pool.state.table.sizes
+        totals = {"full": sizes.pages, "window": sizes.swa_pages, "C128": sizes.c128_pages, "rows": sizes.requests}
+        handle = self._pool.state.kv.handle
+        running = sum(job.key in self._replies for job in self._scheduler.running)
+        return EngineStatus(
+            running=running,
+            waiting=len(self._replies) - running,
+            pools={
+                name: (totals[name] - len(getattr(table, free)), totals[name]) for name, free in _POOL_PAGES.items()
+            },
+            pool_bytes={name: _bytes_of(handle.spec(name)) for name in handle.names},
+            counters={**self._counters, "retractions": self._scheduler.n_retracted},
+            seconds_since_progress=time.monotonic() - self._progress if self._replies else None,
+            is_ready=self._is_open and self._task is not None and not self._task.done(),
+        )
+
+    def _checked(self, ask: Ask) -> Ask:
+        n, context, tokens = len(ask.prompt_ids), self.limits.context, self.limits.tokens
+        vocab_size = self.model.config.vocab_size
+        wrong = [i for i in ask.prompt_ids if not 0 <= i < vocab_size]
+        if not n or wrong:
+            raise RequestError(
+                f"prompt: expected at least one token id in [0, {vocab_size}), got {wrong[:8] or 'none'}",
+                field="prompt",
+                got=wrong[:8],
+            )
+        room = min(context, tokens) - n
+        if room < 1:
+            raise CapacityError(
+                f"prompt: {n} tokens leave no room for a reply; the context is {context}, the pools hold {tokens}",
+                field="context",
+                expected=f"< {min(context, tokens)}",
+                got=n,
+            )
+        most = ask.params.max_new_tokens
+        return attrs.evolve(
+            ask, params=attrs.evolve(ask.params, max_new_tokens=room if most is None else min(most, room))
+        )
+
+    def _post(self, event: Event) -> None:
+        self._events.append(event)
+        self._wake.set()
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await self._one_turn()
+        except Exception as error:
+            # A fault of the engine's own: nobody is left waiting, and status() says that it is over.
+            self._is_open = False
+            for reply in self._replies.values():
+                reply.stream._queue.put_nowait(Ended(reason="error", error=_say(error)))
+            self._replies.clear()
+            raise
+
+    async def _one_turn(self) -> None:
+        if not self._events and not self._replies:
+            self._wake.clear()
+            await self._wake.wait()
+            self._progress = time.monotonic()
+        events, self._events = self._events, []
+        asks = {key: (reply.ask, reply.outputs) for key, reply in self._replies.items()}
+        work = asyncio.get_running_loop().run_in_executor(self._worker, self._turn, events, self._pool, asks)
+        self._accept(await asyncio.shield(work))
+
+    def _accept(self, turn: _Turn) -> None:
+        """Take over the state after a turn and tell the streams."""
+        # Requests that came during the turn have put their parameters into the pool that the turn started from.
+        open_params = {key: reply.ask.params for key, reply in self._replies.items()}
+        self._pool = attrs.evolve(turn.pool, params=open_params)
+        self._scheduler = turn.scheduler
+        self._progress = time.monotonic()
+        self._counters["steps"] += not turn.is_idle
+        self._counters["fed_tokens"] += turn.fed
+        for job in self._scheduler.running:
+            reply = self._replies[job.key]
+            self._counters["cached_tokens"] += job.n_cached - reply.n_cached
+            reply.n_cached = job.n_cached
+        for key, first, found in turn.prompt_logprobs:
+            reply = self._replies[key]
+            reply.prompt_logprobs = (*reply.prompt_logprobs[:first], *found)
+        for key, item in turn.said:
+            reply = self._replies[key]
+            if isinstance(item, Sampled):
+                reply.outputs += (item.token_id,)
+                self._counters["generated_tokens"] += 1
+                reply.stream._queue.put_nowait(item)
+                continue
+            logprobs = reply.prompt_logprobs if reply.ask.prompt_logprobs is not None else None
+            reply.stream._queue.put_nowait(attrs.evolve(item, n_cached=reply.n_cached, prompt_logprobs=logprobs))
+            self._counters["aborts"] += item.reason == "abort"
+            name = f"finished_{item.reason}"
+            self._counters[name] = self._counters.get(name, 0) + 1
+            del self._replies[key]
+        if turn.finished or turn.broken:
+            self._events = [
+                Stepped(finished=turn.finished),
+                *(Cancelled(key=key) for key in turn.broken),
+                *self._events,
+            ]
+            self._wake.set()
+
+    def _turn(self, events: Sequence[Event], pool: Pool, asks: Mapping[int, tuple[Ask, tuple[int, ...]]]) -> _Turn:
+        """Plan and make one step; runs in the worker thread and changes nothing of the engine."""
+        scheduler, plan = schedule(self._scheduler, events, pool)
+        said: list[tuple[int, Sampled | Ended]] = [
+            (key, Ended(reason="abort")) for key in plan.cancelled if key in asks
+        ]
+        said += [(key, Ended(reason="error", error="the pools cannot hold this request")) for key in plan.failed]
+        rows, pool = plan.rows, plan.view
+        turn = _Turn(scheduler=scheduler, pool=pool, said=tuple(said), prompt_logprobs=(), is_idle=not rows)
+        if rows:
+            try:
+                turn = self._stepped(turn, plan, asks)
+            except Exception as error:
+                broken = _broken_keys(error, pool, rows)
+                ends = ((key, Ended(reason="error", error=_say(error))) for key in broken)
+                turn = attrs.evolve(turn, said=(*said, *ends), broken=broken)
+        wrong = check(turn.pool.state) if self.limits.checks_invariants else ()
+        if wrong:
+            raise RuntimeError(f"engine: the state is unsound: {wrong[0]}")
+        return turn
+
+    def _stepped(self, turn: _Turn, plan: Plan, asks: Mapping[int, tuple[Ask, tuple[int, ...]]]) -> _Turn:
+        """Make the step of a plan."""
+        pool, rows = plan.view, plan.rows
+        state, out, logits_of = self._step(plan, asks)
+        keys = {request: key for key, request in pool.ids.items()}
+        found = []
+        for key, logits in logits_of.items():
+            first = pool.progress(key).n_cached + 1
+            found.append((key, first, _prompt_logprobs(asks[key][0], first, logits)))
+        return attrs.evolve(
+            turn,
+            pool=pool.stepped(state, rows),
+            said=(*turn.said, *_said(out, keys)),
+            prompt_logprobs=tuple(found),
+            finished=tuple(keys[request] for request in out.finished),
+            fed=sum(find_request(state, pool.ids[key]).kv_len - pool.progress(key).n_cached for key, _ in rows),
+        )
+
+    def _step(
+        self, plan: Plan, asks: Mapping[int, tuple[Ask, tuple[int, ...]]]
+    ) -> tuple[Any, StepOutput, dict[int, Tensor]]:
+        """Make the step of a plan: (state, output, key -> logits of the fed prompt tokens where asked for)."""
+        pool = plan.view
+        masks: dict[int, Tensor] = {}
+        for key, most in plan.rows:
+            ask, outputs = asks[key]
+            progress = pool.progress(key)
+            if ask.mask is not None and progress.n_tokens - progress.n_cached <= most:
+                bits = ask.mask(outputs)
+                masks |= {} if bits is None else {pool.ids[key]: bits}
+        wanted = [key for key, _ in plan.rows if asks[key][0].prompt_logprobs is not None and not asks[key][1]]
+        state, out = extend_step(
+            self.model,
+            pool.state,
+            pool.chunks(plan.rows),
+            limit=pool.limits(plan.rows),
+            logits="all" if wanted else "last",
+            mask=masks,
+        )
+        if not wanted:
+            return state, out, {}
+        lens = [find_request(state, pool.ids[key]).kv_len - pool.progress(key).n_cached for key, _ in plan.rows]
+        parts = dict(zip((key for key, _ in plan.rows), out.logits.split(lens), strict=True))
+        return state, out, {key: parts[key] for key in wanted}
+
+
+def _bytes_of(spec: tuple[torch.Size, torch.dtype, torch.device]) -> int:
+    shape, dtype, _ = spec
+    return shape.numel() * dtype.itemsize
+
+
+def _broken_keys(error: Exception, pool: Pool, rows: Rows) -> tuple[int, ...]:
+    """Return the requests that a failed step is to blame on: those that the error names, or all of the step."""
+    named = error.got if isinstance(error, RequestError) and error.field == "logits" else None
+    return tuple(key for key, _ in rows if named is None or pool.ids[key] in named)
+
+
+def _say(error: Exception) -> str:
+    return str(error) if isinstance(error, PurestepError) else f"{type(error).__name__}: {error}"
+
+
+def _said(out: StepOutput, keys: Mapping[int, int]) -> list[tuple[int, Sampled | Ended]]:
+    """Return what a step says to whom: the tokens, and the ends."""
+    said: list[tuple[int, Sampled | Ended]] = []
+    for row, (request, token) in enumerate(zip(out.request_ids, out.next_token_ids, strict=True)):
+        logprob: float | None = None
+        top: tuple[tuple[int, float], ...] = ()
+        n_top = None if out.logprobs is None else out.logprobs.counts[row]
+        if out.logprobs is not None and n_top is not None:
+            logprob = float(out.logprobs.token_logprobs[row])
+            ids, logprobs = out.logprobs.top_ids[row].tolist(), out.logprobs.top_logprobs[row].tolist()
+            top = tuple(zip(ids[:n_top], logprobs[:n_top], strict=True))
+        said.append((keys[request], Sampled(token_id=token, logprob=logprob, top=top)))
+        if request in out.finished:
+            reason: Literal["stop", "length"] = "stop" if out.finished[request] == "stop" else "length"
+            said.append((keys[request], Ended(reason=reason)))
+    return said
+
+
+def _prompt_logprobs(ask: Ask, first: int, logits: Tensor) -> tuple[TokenLogprobs, ...]:
+    """Return the log-probabilities of the prompt tokens from ``first`` on, whose logits these are."""
+    following = ask.prompt_ids[first : first + len(logits)]
+    if not following:
+        return ()
+    ids = torch.tensor(following, device=logits.device)
+    chosen, top_ids, top = token_logprobs(logits[: len(following)], ids, ask.prompt_logprobs or 0)
+    tops = (tuple(zip(i, p, strict=True)) for i, p in zip(top_ids.tolist(), top.tolist(), strict=True))
+    return tuple(zip(chosen.tolist(), tops, strict=True))
