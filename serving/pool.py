@@ -8,6 +8,7 @@ import attrs
 
 from ..state.decode import DecodeState, find_request
 from ..state.errors import CapacityError
+from ..state.pages import c128_pages_needed, pages_needed
 from ..state.sampling import SamplingParams
 from ..step.cuts import reuse_point
 from ..step.forks import fork_request
@@ -71,11 +72,30 @@ class Pool:
 
     def fits(self, rows: Rows) -> bool:
         """Tell whether every row and page that a step of these rows takes is free."""
+        if self._fits_easily(rows):
+            return True
         try:
             prepare_extend(self.state, self.chunks(rows), limit=self.limits(rows))
         except CapacityError:
             return False
         return True
+
+    def _fits_easily(self, rows: Rows) -> bool:
+        """Tell whether there is room even if the step gives no window page back, by counting alone."""
+        table = self.state.table
+        size, n_pages, n_c128, n_rows = table.sizes.page_size, 0, 0, 0
+        for key, most in rows:
+            request = find_request(self.state, self.ids[key])
+            total = len(request.tokens) + len(self.given.get(key, ()))
+            end = min(total, request.kv_len + most)
+            n_pages += pages_needed(request.kv_len, end, size)
+            n_c128 += c128_pages_needed(request.kv_len, end)
+            n_rows += request.is_parked
+        return (
+            n_pages <= min(len(table.free_pages), len(table.free_swa_pages))
+            and n_c128 <= len(table.free_c128_pages)
+            and n_rows <= len(table.free_rows)
+        )
 
     def progress(self, key: int) -> Progress:
         """Tell how far a request is."""
