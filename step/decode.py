@@ -33,7 +33,8 @@ from .border import owned_step
 from .commit import commit
 from .edits import Edits
 from .forward_batch import forward_batch
-from .prepare import prepare_decode
+from .prepare import distinct_ids, prepare_decode
+from .refeed import refeed_last
 from .relay import relay
 from .replays import Replay
 from .sample import logprobs_of, sample
@@ -56,6 +57,9 @@ def decode_step(
 ) -> tuple[DecodeState, StepOutput]:
     """Decode one token for every running request.
 
+    A request that ``only`` names and that has nothing to feed (after an intermediate chunk, or a cut at a reuse point)
+    is fed its last tokens again.
+
     Args:
         model: the model.
         state: before the step; it keeps its content and may be stepped again.
@@ -71,13 +75,16 @@ def decode_step(
     Returns:
         (state, out): the next state; the row's sampled token, logits f32[B,V], logprobs, who has finished, captures.
     Raises:
-        RequestError: an unknown, finished or repeated request, or one that has no token to feed; an unknown stage; a
-            forced choice that the token cannot make.
+        RequestError: an unknown, finished or repeated request, or one without tokens; an unknown stage; a forced choice
+            that the token cannot make.
         ShapeError: an edited row or a record of the wrong shape or dtype.
         CapacityError: a pool is short; nothing was changed.
     """
     with owned_step(model, state):
         before = state
+        if only is not None:
+            only = distinct_ids(only, "only")
+            state = refeed_last(state, [i for i in only if force is None or i not in force])
         state, batch = prepare_decode(state, only=only, force=force)
         taps = step_taps(state, batch, capture=capture, replay=replay, edit=edit)
         if not batch.request_ids:  # nothing runs: nothing changes

@@ -33,6 +33,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from torch import Tensor
 
 from ..model.model import Model
+from ..state.errors import ConfigError
 from .engine import CanClose, CanFork, CanPersist, CanRetract, CanRewind, Engine
 from .histories import batches, drops, prompts
 from .naive import recompute
@@ -102,6 +103,14 @@ class DecodeMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        if self.model.dtype is not torch.float32:
+            raise ConfigError(
+                f"DecodeMachine.model: expected a float32 reference, got {self.model.dtype}; load it with "
+                'dtype="float32", or rounding will look like a fault',
+                field="model",
+                expected=torch.float32,
+                got=self.model.dtype,
+            )
         self.tested: Any = type(self).engine()
         self.book: dict[Hashable, _Known] = {}
         self.n_opened = 0

@@ -5,8 +5,8 @@ Source: SGLang 0.5.23 ``managers/schedule_batch.py`` (``prepare_for_extend``); d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sized
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -23,6 +23,7 @@ from .decode import empty_output, finish_step
 from .edits import Edits
 from .forward_batch import forward_batch
 from .prepare import TokenIds, prepare_extend
+from .refeed import refeed_last
 from .replays import Replay
 from .taps import step_taps
 
@@ -47,7 +48,8 @@ def extend_step(
 
     A request with a pending token is fed that token first, then the given ids, so an empty chunk decodes it. With a
     ``limit`` a long text is fed in chunks beside decoding rows: give all of its ids once and then empty chunks; what is
-    left over stays with the request, and it samples in the step that feeds its last token.
+    left over stays with the request, and it samples in the step that feeds its last token. An empty chunk on a request
+    with nothing left to feed feeds its last tokens again.
 
     Args:
         model: the model.
@@ -65,7 +67,7 @@ def extend_step(
         (state, out): the next state; sampled tokens, logits, logprobs, who has finished, captures. Requests with tokens
             left over are not among ``out.request_ids``.
     Raises:
-        RequestError: unknown or finished request, nothing to feed, ids outside the vocabulary; an unknown stage; a
+        RequestError: unknown or finished request, one without tokens, ids outside the vocabulary; an unknown stage; a
             forced choice that the token cannot make.
         ShapeError: an edited row or a record of the wrong shape or dtype.
         CapacityError: longer than the context, or a pool is short; nothing was changed.
@@ -76,6 +78,7 @@ def extend_step(
         )
     with owned_step(model, state):
         before = state
+        state = refeed_last(state, _empty_chunks(tokens))
         state, batch = prepare_extend(state, tokens, limit=limit)
         taps = step_taps(state, batch, capture=capture, replay=replay, edit=edit)
         if not batch.request_ids:  # nothing runs: nothing changes
@@ -98,3 +101,10 @@ def extend_step(
             captured=captured,
         )
         return state, out
+
+
+def _empty_chunks(tokens: Any) -> tuple[int, ...]:
+    """List the requests that are given nothing; whether ``tokens`` is right is for the preparation to say."""
+    if not isinstance(tokens, Mapping):
+        return ()
+    return tuple(i for i, chunk in tokens.items() if isinstance(i, int) and isinstance(chunk, Sized) and not len(chunk))

@@ -45,8 +45,8 @@ def fork_request(
 
     With ``at`` the fork has the first ``at`` tokens. It starts at the nearest *reuse point*: all that the parent has
     cached, or a multiple of the page size and of 128 whose window pages still live, or nothing. The tokens from there
-    on are fed first by its next step: ``find_request(state, fork_id).n_unfed`` of them. Where that is none, it needs a
-    token to go on: ``extend_step`` or ``force=``.
+    on are fed first by its next step: ``find_request(state, fork_id).n_unfed`` of them. Where that is none, a step that
+    names it feeds its last tokens again.
 
     Args:
         state: before.

@@ -27,7 +27,14 @@ from ..state.tokens import TokenLog
 from .allocate import Growth, allocate, eviction_end
 from .relay import put_token
 
-__all__ = ["TokenIds", "prepare_decode", "prepare_extend", "require_committed", "running_requests"]
+__all__ = [
+    "TokenIds",
+    "distinct_ids",
+    "prepare_decode",
+    "prepare_extend",
+    "require_committed",
+    "running_requests",
+]
 
 Ints = NDArray[np.int64]
 TokenIds = Sequence[int] | Ints | torch.Tensor
@@ -58,12 +65,12 @@ def prepare_decode(
     """
     require_committed(state)
     forced = {} if force is None else _mapping(force, "force")
-    forced = dict(zip(_distinct(forced, "force"), forced.values(), strict=True))
+    forced = dict(zip(distinct_ids(forced, "force"), forced.values(), strict=True))
     if only is None:
         running = {*running_requests(state), *forced}
         ids = tuple(r.request_id for r in state.requests if r.request_id in running)
     else:
-        ids = _distinct(only, "only")
+        ids = distinct_ids(only, "only")
     strays = [i for i in forced if i not in ids]
     if strays:
         raise RequestError(
@@ -107,7 +114,7 @@ def prepare_extend(
     require_committed(state)
     requests = []
     given = _mapping(tokens, "tokens")
-    for request_id, chunk in zip(_distinct(given, "tokens"), given.values(), strict=True):
+    for request_id, chunk in zip(distinct_ids(given, "tokens"), given.values(), strict=True):
         request = _runnable(state, request_id)
         ids = _token_ids(chunk, state.config.vocab_size, request_id)
         if not len(ids) and not request.n_unfed:
@@ -242,8 +249,12 @@ def _mapping(given: Any, field: str) -> dict[Any, Any]:
     return dict(given)
 
 
-def _distinct(ids: Iterable[Any], field: str) -> tuple[int, ...]:
-    """Return request ids as plain integers (two tensors of one value are two keys of a dict), each once."""
+def distinct_ids(ids: Iterable[Any], field: str) -> tuple[int, ...]:
+    """Return request ids as plain integers (two tensors of one value are two keys of a dict), each once.
+
+    Raises:
+        RequestError: no integers, or one twice.
+    """
     try:
         found = tuple(index(request_id) for request_id in ids)
     except TypeError as error:

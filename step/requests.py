@@ -181,7 +181,7 @@ def rewind_request(state: DecodeState, request_id: int, n: int) -> DecodeState:
 
     What lies behind the nearest reuse point (``fork_request`` says which those are) is given back, and the tokens
     between that point and ``n`` are fed first by the next step: ``find_request(state, request_id).n_unfed`` of them.
-    Where that is none, the request needs a token to go on: ``extend_step`` or ``force=``.
+    Where that is none, a step that names the request feeds its last tokens again.
 
     Args:
         state: before; it keeps its content.

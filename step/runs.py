@@ -77,7 +77,7 @@ def checked_run(run: Run, field: str) -> tuple[Captured, ...]:
         RequestError: no records, something else than records, or stages that no model has.
         ShapeError: a record whose parts have different lengths, or a stage that changes between steps.
     """
-    records = () if isinstance(run, Captured) else tuple(run)
+    records = () if isinstance(run, Captured) or not isinstance(run, Iterable) else tuple(run)
     if not records or not all(isinstance(record, Captured) for record in records):
         kinds = sorted({type(record).__name__ for record in records}) or [type(run).__name__]
         raise RequestError(

@@ -1,6 +1,6 @@
 """Hypothesis strategies and machines for tests of this engine, of code that builds on it, or of another engine.
 
-Import it as ``purestep.strategies``; it needs Hypothesis, which comes with the test extra.
+Reach it as ``ps.strategies`` after ``import purestep as ps``; it needs Hypothesis, which comes with the test extra.
 
 Source: decode-path sheet, section 9 (what histories are checked against); strategies have no counterpart upstream.
 """

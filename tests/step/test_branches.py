@@ -8,7 +8,7 @@ from typing import Any
 import purestep as ps
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from kit.models import tiny_model
 from kit.steps import ENDLESS, examples, fresh, ids_of, recompute
@@ -110,7 +110,6 @@ def test_going_back_says_the_same_again(params: ps.SamplingParams, page_size: in
         if at < len(said):
             state, _ = ps.decode_step(MODEL, state, only=[request])
     assert ps.invariants.check(state) == ()
-    assume(ps.find_request(state, request).n_unfed)  # at a reuse point there is no token whose logits say what follows
     state, _ = sampled(state, request, len(said) - len(ps.find_request(state, request).tokens))
     assert ps.find_request(state, request).tokens.tolist() == said
     assert ps.find_request(state, request).finished == (None if params.max_new_tokens is None else "length")
@@ -158,6 +157,36 @@ def test_a_fork_counts_only_the_tokens_that_it_has(page_size: int) -> None:
             assert row.prompt_seen.nonzero().flatten().tolist() == sorted(set(tokens[:n_prompt]))
             assert row.output_counts.sum() == at - n_prompt
             assert ps.invariants.check(forked) == ()
+
+
+@examples(6)
+@given(
+    page_size=st.sampled_from(PAGE_SIZES),
+    n=st.sampled_from((1, 2, 127, 128, 129, 256, 300)),
+    way=st.sampled_from(("chunk", "fork", "rewind", "prompt")),
+    by_extend=st.booleans(),
+)
+def test_a_request_without_unfed_tokens_can_go_on(page_size: int, n: int, way: str, by_extend: bool) -> None:
+    """After an intermediate chunk or a cut at a reuse point, a step that names the request samples what follows."""
+    ids = ids_of(300)
+    state, request = ps.open_request(fresh(MODEL, 3, page_size=page_size, context=500), ENDLESS)
+    if way == "chunk":
+        state, _ = ps.extend_step(MODEL, state, {request: ids[:n]}, sample=False)
+    else:
+        state, _ = ps.extend_step(MODEL, state, {request: ids})
+        if way == "rewind":
+            state = ps.rewind_request(state, request, n)
+        else:
+            state, request = ps.fork_request(state, request, at=n, as_prompt=way == "prompt")
+    again = [
+        ps.extend_step(MODEL, state, {request: ()}) if by_extend else ps.decode_step(MODEL, state, only=[request])
+        for _ in range(2)
+    ]
+    (after, out), (_, same) = again
+    assert torch.equal(out.logits, same.logits)
+    torch.testing.assert_close(out.logits[0], recompute(MODEL, ids[:n])[-1], atol=1e-4, rtol=0)
+    assert ps.invariants.check(after) == ()
+    assert ps.find_request(after, request).tokens.tolist() == [*ids[:n], *out.next_token_ids]
 
 
 def test_finished_request_runs_again_where_it_is_cut() -> None:
