@@ -123,9 +123,9 @@ def full_names(config: Config, names: Iterable[str], field: str) -> tuple[str, .
     Raises:
         RequestError: a name or layer that the model does not have.
     """
-    if isinstance(names, str):
+    if isinstance(names, str) or not isinstance(names, Iterable):
         raise RequestError(
-            f"{field}: expected several stage names, got the string {names!r}; write ({names!r},)",
+            f"{field}: expected several stage names, got {names!r}; write ({names!r},)",
             field=field,
             expected="an iterable of names",
             got=names,

@@ -47,7 +47,17 @@ def history_prompts(model: Model, lengths: Sequence[int]) -> list[list[int]]:
     Args:
         model: the model; without a tokenizer the prompts are ids that mean nothing.
         lengths: tokens of every prompt.
+    Raises:
+        RequestError: longer than the model's positions.
     """
+    most = model.config.max_position_embeddings
+    if max(lengths) >= most:
+        raise RequestError(
+            f"histories: expected less than the model's {most} positions, got {max(lengths)}",
+            field="histories",
+            expected=f"< {most}",
+            got=max(lengths),
+        )
     if model.tokenizer is None:
         return [list(islice(cycle(range(model.config.vocab_size)), length)) for length in lengths]
     texts = [prompt_ids(model, text) for text in _TEXTS]
@@ -82,6 +92,13 @@ def trace_run(
     """
     # Room for one token more than is fed, so that no request ends for lack of it.
     context = min(max(map(len, prompts)) + steps + 1, model.config.max_position_embeddings)
+    if max(map(len, prompts)) + steps > context:
+        raise RequestError(
+            f"steps: expected room for them within the model's {context} positions, got {steps} after "
+            f"{max(map(len, prompts))} tokens",
+            field="steps",
+            got=steps,
+        )
     capacity = Capacity(requests=len(prompts), tokens=len(prompts) * (context + page_size), context=context)
     state = init_state(model, capacity, page_size=page_size)
     tokens = {}

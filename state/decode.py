@@ -34,6 +34,7 @@ class Request:
         output_positions: positions of the sampled ones; a forced token takes the place of the sampled one.
         kv_len: positions that own a slot and whose content is written.
         evicted_len: window entries of positions before this one are gone.
+        kept_len: tokens that the last cut kept; no forced token takes the place of one of them.
         decode_count: decode steps so far.
         finished: why the request ended, or None.
     """
@@ -44,6 +45,7 @@ class Request:
     output_positions: TokenLog
     kv_len: int = 0
     evicted_len: int = 0
+    kept_len: int = 0
     decode_count: int = 0
     finished: str | None = None
 
@@ -67,8 +69,10 @@ class Request:
 
     @property
     def has_pending(self) -> bool:
-        """Tell whether the last token was sampled and waits to be fed."""
-        return self.n_unfed > 0 and self.n_outputs > 0 and self.output_positions[-1] == len(self.tokens) - 1
+        """Tell whether the last token was sampled and waits to be fed; a token that a cut kept is no such token."""
+        last = len(self.tokens) - 1
+        is_sampled = self.n_outputs > 0 and self.output_positions[-1] == last
+        return self.n_unfed > 0 and is_sampled and last >= self.kept_len
 
     @property
     def is_parked(self) -> bool:

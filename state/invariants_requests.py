@@ -109,6 +109,24 @@ def sampling_rows_match(ledger: Ledger) -> Found:
             yield name, f"expected n_outputs = {request.n_outputs}, got {row.n_outputs}"
 
 
+def counts_are_of_the_tokens(ledger: Ledger) -> Found:
+    """N15: what penalties look at is what the request was given and what it said, no more."""
+    rows = {row.request_id: row for row in ledger.state.sampling.rows}
+    for holding in ledger.holdings:
+        row = rows.get(holding.request.request_id)
+        if row is None or row.output_counts is None or row.prompt_seen is None or ledger.state.launched is not None:
+            continue
+        is_output = np.zeros(len(holding.tokens), bool)
+        is_output[holding.request.output_positions.numpy()] = True
+        size = len(row.output_counts)
+        if not np.array_equal(np.bincount(holding.tokens[is_output], minlength=size), row.output_counts.cpu().numpy()):
+            yield holding.name, "expected output_counts to count its sampled tokens"
+        if not np.array_equal(
+            np.bincount(holding.tokens[~is_output], minlength=size) > 0, row.prompt_seen.cpu().numpy()
+        ):
+            yield holding.name, "expected prompt_seen to mark the tokens that it was given"
+
+
 def ids_never_repeat(ledger: Ledger) -> Found:
     """N05: request ids are distinct and below the next one to be given."""
     ids = [holding.request.request_id for holding in ledger.holdings]
@@ -127,5 +145,6 @@ REQUESTS: Final[Mapping[str, Callable[[Ledger], Found]]] = {
     "B16": outputs_bounded,
     "N04": sampling_rows_match,
     "N05": ids_never_repeat,
+    "N15": counts_are_of_the_tokens,
 }
 """Predicates over one state, by id."""

@@ -246,7 +246,13 @@ def digest(state: DecodeState) -> bytes:
     for holding in ledger.holdings:
         request = holding.request
         add(request.request_id, request.row, request.kv_len, request.evicted_len, request.decode_count)
-        add(request.finished, request.tokens.tolist(), request.output_positions.tolist(), holding.slots.tolist())
+        add(
+            request.kept_len,
+            request.finished,
+            request.tokens.tolist(),
+            request.output_positions.tolist(),
+            holding.slots.tolist(),
+        )
         add(int(ledger.relay[request.row]) if request.has_pending and request.row else None)
         found.update(digest_rows(ledger, holding))
     for row in state.sampling.rows:

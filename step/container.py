@@ -104,7 +104,10 @@ def write_folder(
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder}: expected a folder to write to, got a file", field="path")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: expected a folder that can be made, got: {error}", field="path") from error
     # Clones, because forks share their counts and the format refuses tensors that share memory.
     on_host = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
@@ -131,7 +134,7 @@ def open_folder(path: str | PathLike[str], kind: str) -> Iterator[Stored]:
     records_file, tensors_file = (Path(path) / f"{kind}.{ending}" for ending in ("json", "safetensors"))
     records = _read_records(records_file, kind)
     try:
-        with safe_open(tensors_file, framework="pt") as tensors:
+        with malformed(records_file), safe_open(tensors_file, framework="pt") as tensors:
             slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 (not a mapping)
             specs = {name: (tuple(one.get_shape()), DTYPES.get(one.get_dtype())) for name, one in slices.items()}
             strange = {*specs} ^ {*records["parts"]} | {name for name, (_, dtype) in specs.items() if dtype is None}
@@ -141,9 +144,8 @@ def open_folder(path: str | PathLike[str], kind: str) -> Iterator[Stored]:
                     field=tensors_file.name,
                     got=sorted(strange),
                 )
-            with malformed(records_file):
-                known = {name: (shape, dtype) for name, (shape, dtype) in specs.items() if dtype is not None}
-                yield Stored(tensors_file, records, known, tensors)
+            known = {name: (shape, dtype) for name, (shape, dtype) in specs.items() if dtype is not None}
+            yield Stored(tensors_file, records, known, tensors)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{tensors_file}: expected saved tensors, got: {error}; save it again", field=tensors_file.name
@@ -193,7 +195,8 @@ def _read_records(file: Path, kind: str) -> dict[str, Any]:
 
 
 def _checksum(tensor: Tensor) -> str:
-    if not tensor.numel():  # an empty tensor may have strides that no view as bytes accepts
-        return hashlib.sha256().hexdigest()
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(flat.numpy().data).hexdigest()
+    """Summarise dtype, shape and content: the same bytes under another header are another tensor."""
+    found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    if tensor.numel():  # an empty tensor may have strides that no view as bytes accepts
+        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()

@@ -74,6 +74,7 @@ def cut_record(request: Request, n: int, point: int) -> Request:
         output_positions=request.output_positions.truncate(n_outputs),
         kv_len=point,
         evicted_len=request.evicted_len if point else 0,
+        kept_len=n,
         decode_count=0,
         finished=None,
     )

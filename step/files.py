@@ -32,6 +32,7 @@ from ..state.table import init_table, read_table
 from .container import Stored, open_folder, write_folder
 from .prepare import require_committed
 from .records import (
+    check_counts,
     model_record,
     read_request,
     read_sampling,
@@ -41,6 +42,7 @@ from .records import (
     sampling_record,
 )
 from .release import layer_rows
+from .requests import check_seed
 
 __all__ = ["restore_state", "save_state"]
 
@@ -102,6 +104,8 @@ def restore_state(model: Model, path: str | PathLike[str]) -> DecodeState:
                 stored.require(f"{group}.{name}.rows", (n_rows,), torch.int64)
                 stored.require(f"{group}.{name}", (n_rows, *shape[1:]), dtype)
         state = _filled(_allocated(model, stored, empty), stored)
+        for request, row in zip(state.requests, state.sampling.rows, strict=True):
+            check_counts(request, row, model.config.vocab_size, stored.file)
         wrong = check(state)
     if wrong:
         raise CheckpointError(
@@ -154,6 +158,7 @@ def _span(pages: Ints, size: int) -> Ints:
 def _empty(model: Model, records: Mapping[str, Any], device: torch.device | None) -> DecodeState:
     """Build the empty state of the records' sizes; on the meta device it takes no memory."""
     capacity = Capacity(**records["capacity"])
+    check_seed(records["seed"])
     sizes = PoolSizes.of(capacity, records["page_size"])
     on = model.device if device is None else device
     return DecodeState(

@@ -66,7 +66,7 @@ def fork_request(
     point = reuse_point(state, parent, n)
     cut = parent if n == len(parent.tokens) else cut_record(parent, n, point)
     if as_prompt:
-        cut = attrs.evolve(cut, output_positions=TokenLog(), finished=None)
+        cut = attrs.evolve(cut, output_positions=TokenLog(), kept_len=n, finished=None)
     fork_id = state.next_id
     sampled = _forked_sampling(state, cut, fork_id, sampling, is_whole=cut is parent)
     free_rows, (row,) = state.table.free_rows.take(1)

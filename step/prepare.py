@@ -173,9 +173,14 @@ def _limits(limit: int | Mapping[int, int] | None, ids: Sequence[int]) -> Mappin
     """Return the limit of every request that has one."""
     if limit is None:
         return {}
-    limits = dict.fromkeys(ids, limit) if isinstance(limit, int) else _mapping(limit, "limit")
-    wrong = {i: most for i, most in limits.items() if isinstance(most, bool) or not isinstance(most, int)}
-    wrong |= {i: most for i, most in limits.items() if i not in ids or (i not in wrong and most < C128_RATIO)}
+    if isinstance(limit, Mapping):
+        given = dict(zip(distinct_ids(limit, "limit"), limit.values(), strict=True))
+    else:
+        given = dict.fromkeys(ids, limit)
+    limits = {
+        i: -1 if isinstance(most, bool) or not hasattr(most, "__index__") else index(most) for i, most in given.items()
+    }
+    wrong = {i: given[i] for i, most in limits.items() if i not in ids or most < C128_RATIO}
     if wrong:
         raise RequestError(
             f"limit: expected at least {C128_RATIO} tokens for requests of this step {tuple(ids)}, got {wrong}",

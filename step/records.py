@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..state.config_reading import config_to_dict
 from ..state.decode import DecodeState, Request
-from ..state.errors import CheckpointError
-from ..state.sampling import SamplingParams, SamplingRow
+from ..state.errors import CheckpointError, RequestError
+from ..state.sampling import SEED_LIMIT, SamplingParams, SamplingRow, check_vocabulary
 from ..state.tokens import TokenLog
 
 __all__ = [
+    "check_counts",
     "model_record",
     "read_request",
     "read_sampling",
@@ -85,7 +87,14 @@ def request_tensors(request: Request, row: SamplingRow, prefix: str) -> dict[str
 
 
 def read_request(record: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str) -> Request:
-    """Build a request from its record and its tensors."""
+    """Build a request from its record and its tensors.
+
+    Raises:
+        ValueError: a field that no request has, for the reader of the file to report.
+    """
+    numbers = {name: entry for name, entry in record.items() if name != "finished"}
+    if record["finished"] not in (None, "stop", "length") or not all(_is_count(entry) for entry in numbers.values()):
+        raise ValueError(f"request: expected numbers from 0 on and an end that exists, got {dict(record)}")
     tokens, positions = (TokenLog.of(tensors[f"{prefix}{name}"].numpy()) for name in ("tokens", "output_positions"))
     return Request(**record, tokens=tokens, output_positions=positions)
 
@@ -100,10 +109,20 @@ def sampling_record(row: SamplingRow) -> dict[str, Any]:
     }
 
 
+def _is_count(entry: Any) -> bool:
+    return isinstance(entry, int) and not isinstance(entry, bool) and entry >= 0
+
+
 def read_sampling(
     record: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str, device: torch.device
 ) -> SamplingRow:
-    """Build a sampling row from its record and its counts."""
+    """Build a sampling row from its record and its counts.
+
+    Raises:
+        ValueError: a field that no row has, for the reader of the file to report.
+    """
+    if not all(_is_count(record[name]) for name in ("request_id", "seed", "n_outputs")) or record["seed"] >= SEED_LIMIT:
+        raise ValueError(f"sampling: expected a seed below 2**64 and counts, got {dict(record)}")
     given = {**record["params"], "logit_bias": [tuple(pair) for pair in record["params"]["logit_bias"]]}
     counts = {name: tensors.get(f"{prefix}{name}") for name in ("output_counts", "prompt_seen")}
     return SamplingRow(
@@ -113,3 +132,39 @@ def read_sampling(
         n_outputs=record["n_outputs"],
         **{name: None if count is None else count.to(device) for name, count in counts.items()},
     )
+
+
+def check_counts(request: Request, row: SamplingRow, vocab_size: int, where: Path | str) -> None:
+    """Refuse tokens, parameters or counts that are not those of one request of a model.
+
+    Args:
+        request: the request.
+        row: its sampling row.
+        vocab_size: V.
+        where: for the message.
+    Raises:
+        CheckpointError: they do not belong together.
+    """
+    tokens, outputs = request.tokens.numpy(), request.output_positions.numpy()
+    counts = {"output_counts": (row.output_counts, torch.int32), "prompt_seen": (row.prompt_seen, torch.bool)}
+    try:
+        check_vocabulary(row.params, vocab_size)
+        is_sound = (
+            bool(((tokens >= 0) & (tokens < vocab_size)).all())
+            and bool((np.diff(outputs, prepend=-1, append=len(tokens)) > 0).all())
+            and row.n_outputs == len(outputs)
+            and all((count is not None) == row.params.has_penalties for count, _ in counts.values())
+            and all(
+                count is None or (tuple(count.shape), count.dtype) == ((vocab_size,), dtype)
+                for count, dtype in counts.values()
+            )
+        )
+    except RequestError:
+        is_sound = False
+    if not is_sound:
+        raise CheckpointError(
+            f"{where}: the tokens, parameters and counts of request {request.request_id} do not belong together: save "
+            "or export it again",
+            field="sampling",
+            got=request.request_id,
+        )

@@ -65,9 +65,10 @@ def _forced_rows(config: Config, batch: ScheduleBatch, replay: Replay) -> Mappin
 
 
 def _records(replay: Replay) -> tuple[Captured, ...]:
-    records = (replay,) if isinstance(replay, Captured) else tuple(replay)
+    is_one = isinstance(replay, Captured) or not isinstance(replay, Iterable)
+    records = (replay,) if is_one else tuple(replay)
     for record in records:
-        if not isinstance(record, Captured):
+        if not isinstance(record, Captured) or len(record.request_ids) != len(record.positions):
             raise RequestError(
                 f"replay: expected what a step captured, or a sequence of that, got {type(record).__name__}; "
                 "pass out.captured",

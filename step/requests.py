@@ -34,6 +34,7 @@ from .release import drop_behind, release_row
 
 __all__ = [
     "check_params",
+    "check_seed",
     "close_request",
     "init_state",
     "open_request",
@@ -63,10 +64,7 @@ def init_state(model: Model, capacity: Capacity, *, page_size: int = 128, seed: 
             expected=f"<= {model.config.max_position_embeddings}",
             got=capacity.context,
         )
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < SEED_LIMIT:
-        raise ConfigError(
-            f"seed: expected an integer, 0 <= seed < 2**64, got {seed!r}", field="seed", expected="u64", got=seed
-        )
+    check_seed(seed)
     sizes = PoolSizes.of(capacity, page_size)
     return DecodeState(
         config=model.config,
@@ -82,6 +80,18 @@ def init_state(model: Model, capacity: Capacity, *, page_size: int = 128, seed: 
         sampling=SamplingState(rows=()),
         launched=None,
     )
+
+
+def check_seed(seed: int) -> None:
+    """Refuse what cannot be the base of seeds.
+
+    Raises:
+        ConfigError: not an integer of 64 bits.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < SEED_LIMIT:
+        raise ConfigError(
+            f"seed: expected an integer, 0 <= seed < 2**64, got {seed!r}", field="seed", expected="u64", got=seed
+        )
 
 
 def open_request(state: DecodeState, params: SamplingParams | None = None) -> tuple[DecodeState, int]:
@@ -177,7 +187,7 @@ def retract_request(state: DecodeState, request_id: int) -> DecodeState:
 
 
 def rewind_request(state: DecodeState, request_id: int, n: int) -> DecodeState:
-    """Cut a request back to its first ``n`` tokens; a finished one runs again.
+    """Cut a request back to its first ``n`` tokens; a finished one that loses a token runs again.
 
     What lies behind the nearest reuse point (``fork_request`` says which those are) is given back, and the tokens
     between that point and ``n`` are fed first by the next step: ``find_request(state, request_id).n_unfed`` of them.

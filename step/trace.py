@@ -20,7 +20,8 @@ from ..state.ledger import read_ledger
 from .decode import decode_step
 from .forward_batch import forward_batch
 from .metadata import token_positions
-from .prepare import prepare_decode
+from .prepare import distinct_ids, prepare_decode
+from .refeed import refeed_last
 from .trace_layers import CAPTURED, LayerView
 from .trace_stages import StageWriter
 from .trace_tables import HostView, ints
@@ -50,7 +51,9 @@ def trace_step(
         RequestError: an unknown, finished or repeated request, or one that has no token to feed.
         CapacityError: a pool is short; nothing was changed.
     """
-    only = None if only is None else tuple(only)
+    if only is not None:
+        only = distinct_ids(only, "only")
+        state = refeed_last(state, [i for i in only if force is None or i not in force])
     after, out = decode_step(model, state, only=only, force=force, capture=CAPTURED)
     prepared, batch = prepare_decode(state, only=only, force=force)
     view = forward_batch(prepared, batch, rowwise=model.numerics.invariant)

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..state.capacity import C4_RATIO, C128_PAGE, C128_RATIO
 from ..state.decode import DecodeState, Request, find_request
-from ..state.errors import CapacityError, CheckpointError
+from ..state.errors import CapacityError, CheckpointError, RequestError
 from ..state.exported import ExportedRequest
 from ..state.kv import C4_RING, C128_RING
 from ..state.sampling import SamplingState, row_of
@@ -31,6 +31,7 @@ from .container import open_folder, write_folder
 from .metadata import c4_state_loc
 from .prepare import require_committed
 from .records import (
+    check_counts,
     model_record,
     read_request,
     read_sampling,
@@ -86,9 +87,18 @@ def import_request(state: DecodeState, exported: ExportedRequest) -> tuple[Decod
         (state, request_id): it has a new id and keeps its seed, so that it goes on as it would have.
     Raises:
         CheckpointError: it is of another model, or its parts do not belong together.
+        RequestError: it is no exported request.
         CapacityError: no row, no pages, or longer than the context; nothing was changed.
     """
     require_committed(state)
+    if not isinstance(exported, ExportedRequest):
+        raise RequestError(
+            f"import_request: expected an ExportedRequest, got {type(exported).__name__}; see export_request and "
+            "load_request",
+            field="exported",
+            expected="ExportedRequest",
+            got=type(exported).__name__,
+        )
     require_model(model_record(state), exported.model, "import_request")
     request_id, request = state.next_id, exported.request
     _check_sound(state, exported)
@@ -204,8 +214,8 @@ def _placed(table: RequestTable, request: Request, window: int) -> tuple[Request
 
 def _check_sound(state: DecodeState, exported: ExportedRequest) -> None:
     """Refuse a request whose parts do not belong together, before anything is allocated for it."""
-    request, kv, vocab_size = exported.request, state.kv, state.config.vocab_size
-    tokens, outputs = request.tokens.numpy(), request.output_positions.numpy()
+    request, kv = exported.request, state.kv
+    check_counts(request, exported.sampling, state.config.vocab_size, "import_request")
     n, first = request.kv_len, request.evicted_len
     counts = {
         "swa": n - first,
@@ -221,17 +231,14 @@ def _check_sound(state: DecodeState, exported: ExportedRequest) -> None:
     dtypes = {name: tensor.dtype for name, tensor in exported.caches.items()}
     reach = max(state.config.sliding_window, MIN_KEPT)
     is_sound = (
-        0 <= first <= max(0, n - reach) <= n <= len(tokens)
-        and bool(((tokens >= 0) & (tokens < vocab_size)).all())
-        and bool((np.diff(outputs, prepend=-1, append=len(tokens)) > 0).all())
-        and exported.sampling.n_outputs == len(outputs)
+        0 <= first <= max(0, n - reach) <= n <= len(request.tokens)
         and found == shapes
         and dtypes == {name: kv.handle.spec(name)[1] for name in kv.handle.names}
     )
     if not is_sound:
         raise CheckpointError(
-            f"import_request: expected {n} cached of {len(tokens)} tokens with caches {shapes}, got {found}; its parts "
-            "do not belong together: export it again",
+            f"import_request: expected caches {shapes} for {n} of {len(request.tokens)} tokens, got {found}; the "
+            "parts do not belong together: export it again",
             field="exported",
             expected=shapes,
             got=found,

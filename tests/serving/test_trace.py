@@ -112,7 +112,7 @@ def test_command_takes_prompts() -> None:
         (("--histories", "0"), 2, "histories: expected positive numbers"),
         (("--page-size", 6), 2, "multiple of 4"),
         (("--steps", 0), 2, "--steps"),
-        (("--steps", 1, "--html", "/nowhere/at/all.html"), 1, "No such file"),
+        (("--steps", 1, "--html", "/nowhere/at/all.html"), 2, "a folder that exists"),
     ],
 )
 def test_command_says_what_is_wrong(args: tuple[object, ...], code: int, message: str) -> None:

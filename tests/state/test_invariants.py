@@ -138,6 +138,9 @@ STATE_FAULTS: dict[str, Callable[[ps.DecodeState], ps.DecodeState]] = {
     "B16": lambda s: with_sampling(s, A, params=ps.SamplingParams(max_new_tokens=1)),
     "N04": lambda s: attrs.evolve(s, sampling=ps.SamplingState(rows=s.sampling.rows[1:])),
     "N05": lambda s: attrs.evolve(s, next_id=1),
+    "N15": lambda s: with_sampling(
+        s, A, output_counts=torch.zeros(VOCAB, dtype=torch.int32), prompt_seen=torch.ones(VOCAB, dtype=torch.bool)
+    ),
     "A03": lambda s: with_slot(s, B, 2, 2),
     "A04": lambda s: with_slot(s, B, 2, int(slots_of(s, B)[3])),
     "A05": lambda s: with_slot(s, A, 2, int(slots_of(s, A)[10])),

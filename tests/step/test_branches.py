@@ -249,6 +249,20 @@ def test_a_row_is_clean_after_a_rewind() -> None:
     assert ps.invariants.check_closed(back, ps.close_request(back, request)) == ()
 
 
+def test_force_never_takes_a_kept_token() -> None:
+    """A forced token replaces the sampled one that waits, and is added behind tokens that a cut kept, cached or not."""
+    state, request = talking(8, 20, 6)
+    tokens = ps.find_request(state, request).tokens.tolist()
+    cut = ps.rewind_request(state, request, 24)
+    ways = {"cut": cut, "cut and retracted": ps.retract_request(cut, request)}
+    for name, before in ways.items():
+        after, _ = ps.decode_step(MODEL, before, only=[request], force={request: 9})
+        assert ps.find_request(after, request).tokens.tolist()[:-1] == [*tokens[:24], 9], name
+    for before in (state, ps.retract_request(state, request)):
+        after, _ = ps.decode_step(MODEL, before, only=[request], force={request: 9})
+        assert ps.find_request(after, request).tokens.tolist()[:-1] == [*tokens[:-1], 9]
+
+
 def test_forking_while_others_wait_for_rows() -> None:
     """A resumed request that finds no row is a CapacityError, and the state it came from can still be stepped."""
     state, request = talking(8, 20, 1)

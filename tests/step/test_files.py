@@ -152,6 +152,13 @@ def test_records_that_contradict_each_other_are_refused(saved: Path, tmp_path: P
         with_request(row=77),
         with_request(request_id=9),
         with_request(colour="red"),
+        with_request(kv_len="5"),
+        with_request(decode_count="z"),
+        with_request(finished=5),
+        records | {"seed": -5},
+        records | {"seed": "a"},
+        records | {"model": {}},
+        {name: entry for name, entry in records.items() if name != "parts"},
         records | {"requests": records["requests"][1:]},
         records | {"next_id": 0},
         records | {"page_size": 4},
@@ -163,6 +170,43 @@ def test_records_that_contradict_each_other_are_refused(saved: Path, tmp_path: P
         (tmp_path / "state.json").write_text(json.dumps(seal(wrong)))
         with pytest.raises(ps.PurestepError):
             ps.restore_state(MODEL, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape"),
+    [
+        ("request.0.tokens", "F64", None),
+        ("request.1.output_counts", "F32", None),
+        ("request.1.prompt_seen", "U8", None),
+        ("request.1.prompt_seen", None, [64, 1]),
+        ("kv.swa", None, "reversed"),
+    ],
+)
+def test_headers_that_read_the_bytes_differently_are_refused(
+    saved: Path, tmp_path: Path, name: str, dtype: str | None, shape: object
+) -> None:
+    """The same bytes under another dtype or shape are altered tensors."""
+    content = (saved / "state.safetensors").read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    entry = header[name]
+    entry["dtype"] = dtype or entry["dtype"]
+    entry["shape"] = entry["shape"][::-1] if shape == "reversed" else shape or entry["shape"]
+    raw = json.dumps(header).encode()
+    (tmp_path / "state.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + content[8 + size :])
+    (tmp_path / "state.json").write_bytes((saved / "state.json").read_bytes())
+    with pytest.raises(ps.CheckpointError):
+        ps.restore_state(MODEL, tmp_path)
+
+
+def test_what_cannot_be_saved_or_imported_is_refused(tmp_path: Path) -> None:
+    """A path below a file, and what is no exported request, are typed errors."""
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ps.CheckpointError, match="folder"):
+            ps.save_state(_state(), path)
+    with pytest.raises(ps.RequestError, match="ExportedRequest"):
+        ps.import_request(_state(), None)
 
 
 def test_files_grow_with_what_is_in_use(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import purestep as ps
 import pytest
 import torch
@@ -59,6 +60,13 @@ def test_a_resumed_request_is_fed_in_chunks() -> None:
         n_steps += 1
     assert n_steps == 4
     assert ps.find_request(state, request).outputs.tolist() == run_alone(MODEL, ids, 4, context=700)[0]
+
+
+def test_limits_may_be_named_by_any_integer() -> None:
+    """Integers of numpy and torch name requests and limits as Python's do."""
+    for limit in ({torch.tensor(1): 128}, {1: np.int64(128)}, np.int64(128)):
+        state, _ = ps.extend_step(MODEL, two_requests(), {1: ids_of(300)}, limit=limit)
+        assert ps.find_request(state, 1).kv_len == 128
 
 
 def test_a_step_in_which_nothing_samples() -> None:
