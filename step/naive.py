@@ -27,6 +27,7 @@ class Text:
         said: positions of the sampled ones.
         is_over: whether it has finished.
         is_parked: whether it was retracted and waits.
+        n_kept: tokens that the last cut kept.
     """
 
     ids: tuple[int, ...] = ()
@@ -34,6 +35,7 @@ class Text:
     said: tuple[int, ...] = ()
     is_over: bool = False
     is_parked: bool = False
+    n_kept: int = 0
 
     @property
     def has_unfed(self) -> bool:
@@ -43,7 +45,8 @@ class Text:
     @property
     def has_pending(self) -> bool:
         """Whether the last token was sampled and waits to be fed."""
-        return self.has_unfed and self.said[-1:] == (len(self.ids) - 1,)
+        last = len(self.ids) - 1
+        return self.has_unfed and self.said[-1:] == (last,) and last >= self.n_kept
 
     def forced(self, token_id: int) -> tuple[int, ...]:
         """Return the ids with ``token_id`` in the place of the pending one, or behind all of them."""
@@ -52,14 +55,14 @@ class Text:
     def fed(self, ids: tuple[int, ...], sampled: Sequence[int], is_over: bool) -> Text:
         """Return the text after a step that fed ``ids`` and sampled one token or none."""
         said = (*(at for at in self.said if at < len(ids)), *range(len(ids), len(ids) + len(sampled)))
-        return Text(ids=(*ids, *sampled), n_fed=len(ids), said=said, is_over=is_over)
+        return Text(ids=(*ids, *sampled), n_fed=len(ids), said=said, is_over=is_over, n_kept=self.n_kept)
 
     def cut(self, n: int, n_fed: int) -> Text:
         """Return the text with its first ``n`` tokens, ``n_fed`` of them fed; whole, it stays as it is."""
         if n == len(self.ids):
             return self
         said = tuple(at for at in self.said if at < n)
-        return Text(ids=self.ids[:n], n_fed=n_fed, said=said, is_parked=self.is_parked)
+        return Text(ids=self.ids[:n], n_fed=n_fed, said=said, is_parked=self.is_parked, n_kept=n)
 
     def parked(self) -> Text:
         """Return the text of a request that was retracted."""

@@ -247,6 +247,30 @@ class StateMachine(RuleBasedStateMachine):
             fed,
         )
 
+    @precondition(lambda self: self._complete())
+    @rule(data=st.data(), by_extend=st.booleans())
+    def go_on(self, data: st.DataObject, by_extend: bool) -> None:
+        """Ask a request that has nothing to feed for its next token: its last tokens are fed again."""
+        before = self.now
+        request_id = data.draw(st.sampled_from(self._complete()), label="request")
+        try:
+            if by_extend:
+                state, out = extend_step(self.model, before.state, {request_id: ()})
+            else:
+                state, out = decode_step(self.model, before.state, only=[request_id])
+        except CapacityError:
+            self._require_unchanged(before)
+            return
+        text = before.texts[request_id]
+        self._claim(before.texts, {request_id: text.ids}, out)
+        texts = {**before.texts, request_id: text.fed(text.ids, out.next_token_ids, request_id in out.finished)}
+        self._move(state, texts)
+        self._require_unchanged(before)
+
+    def _complete(self) -> list[int]:
+        """List the running requests whose tokens are all fed."""
+        return [i for i in self._running() if self.now.texts[i].ids and not self.now.texts[i].has_unfed]
+
     def _step(self, prepare: Prepare, step: Step, fed: Mapping[int, tuple[int, ...]]) -> None:
         """Make a step and check all of it.
 
@@ -441,7 +465,7 @@ class StateMachine(RuleBasedStateMachine):
         elif fault == "twice":
             twice = [request_id, request_id]
             self._require_refused(RequestError, lambda: decode_step(self.model, state, only=twice))
-        elif not self.now.texts[request_id].has_unfed:
+        elif not self.now.texts[request_id].ids:
             self._require_refused(RequestError, lambda: extend_step(self.model, state, {request_id: ()}))
 
     @precondition(lambda self: self._running())

@@ -565,7 +565,7 @@ def started(n: int = 21) -> ps.DecodeState:
         (["1.attn.picks"], r"expected a layer that has attn.picks \(0, 2\), got '1.attn.picks'"),
         (["0.final.streams"], r"got '0.final.streams'"),
         ([3], r"got 3"),
-        ("streams", r"capture: expected several stage names, got the string 'streams'; write \('streams',\)"),
+        ("streams", r"capture: expected several stage names, got 'streams'; write \('streams',\)"),
     ],
 )
 def test_unknown_stages_are_refused(names: Any, match: str) -> None:
