@@ -6,6 +6,7 @@ Source: none; forced experts are weighed like those of a hash layer (model sheet
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,8 +66,10 @@ def _forced_rows(config: Config, batch: ScheduleBatch, replay: Replay) -> Mappin
 
 
 def _records(replay: Replay) -> tuple[Captured, ...]:
-    is_one = isinstance(replay, Captured) or not isinstance(replay, Iterable)
-    records = (replay,) if is_one else tuple(replay)
+    found: Any = replay
+    records: tuple[Any, ...] = (
+        tuple(found) if isinstance(found, Iterable) and not isinstance(found, Captured) else (found,)
+    )
     for record in records:
         if not isinstance(record, Captured) or len(record.request_ids) != len(record.positions):
             raise RequestError(
