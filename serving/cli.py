@@ -1,4 +1,4 @@
-"""The command line: ``purestep generate``, ``score``, ``info``, ``record``, ``diff``, ``trace``.
+"""The command line: ``purestep generate``, ``score``, ``info``, ``record``, ``diff``, ``trace``, ``serve``.
 
 Standard output carries what was asked for and nothing else; progress, statistics and complaints go to standard error.
 
@@ -21,9 +21,11 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable
+from importlib import import_module
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, Final
 
 import attrs
@@ -267,21 +269,110 @@ def trace(
     as_json: Annotated[Path | None, typer.Option("--json", help="Write everything as JSON.")] = None,
 ) -> None:
     """Show what decode steps do: which request, which position, which slot is read, which is written."""
+    for name, file in (("html", html), ("json", as_json)):
+        if file is not None and not file.parent.is_dir():
+            raise RequestError(f"{name}: expected a file in a folder that exists, got {file}", field=name, got=file)
     texts, lengths = [_prompt_text(prompt) for prompt in prompts or ()], parse_histories(histories)
     loaded = _load(model, dtype, kernels)
     ids = [_prompt_ids(loaded, text) for text in texts] or history_prompts(loaded, lengths)
     with progress_bar("steps") as report:
         traces = trace_run(loaded, ids, steps=steps, page_size=page_size, progress=report)
     token_text = token_texts(loaded)
-    for number, one in enumerate(traces, 1):
-        tables = [batch_table(one, number, token_text), pool_table(one)]
-        for table in [*tables, stage_table(one)] if all_stages or number == 1 else tables:
-            table_console().print(table)
     if html is not None:
         about = f"{model}: {steps} decode steps of {len(ids)} requests, pages of {page_size} tokens"
         html.write_text(trace_page(traces, about=about, token_text=token_text), encoding="utf-8")
     if as_json is not None:
         as_json.write_text(json.dumps([attrs.asdict(one) for one in traces]), encoding="utf-8")
+    for number, one in enumerate(traces, 1):
+        tables = [batch_table(one, number, token_text), pool_table(one)]
+        for table in [*tables, stage_table(one)] if all_stages or number == 1 else tables:
+            table_console().print(table)
+
+
+@app.command()
+def serve(
+    model: ModelName = "tiny",
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What requests call the model; default --model as given.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all, others than this machine.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="PURESTEP_API_KEY", help="Requests must carry it as a bearer token.")
+    ] = None,
+    dtype: Dtype = None,
+    kernels: Kernels = None,
+    invariant: Annotated[
+        bool, typer.Option("--invariant", help="Compute every row alone, bit for bit, whatever it is batched with.")
+    ] = False,
+    max_running_requests: Annotated[int, typer.Option(min=1, help="Requests that run at once.")] = 8,
+    max_queued_requests: Annotated[int, typer.Option(min=0, help="Requests that may wait; more get 429.")] = 64,
+    max_total_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that the caches hold; default what all running requests need.")
+    ] = None,
+    context_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens a request; default 4096, or all of the model's.")
+    ] = None,
+    page_size: Annotated[int, typer.Option(help="Tokens per page, a multiple of 4.")] = 128,
+    chunked_prefill_size: Annotated[int, typer.Option(min=1, help="Tokens that a step feeds at most.")] = 512,
+    max_reused_prefixes: Annotated[int, typer.Option(min=0, help="Prefixes kept for reuse; 0 keeps none.")] = 8,
+    thinking: Annotated[
+        bool, typer.Option("--thinking/--no-thinking", help="Whether chats that do not say think.")
+    ] = False,
+    max_body_bytes: Annotated[int, typer.Option(min=1024, help="Of a request; more gets 413.")] = 4 * 1024 * 1024,
+    stall_seconds: Annotated[float, typer.Option(min=0.1, help="Without progress, then /health fails.")] = 60.0,
+    drain_seconds: Annotated[float, typer.Option(min=0.0, help="For running requests to end at shutdown.")] = 30.0,
+    log_requests: Annotated[
+        bool, typer.Option("--log-requests/--no-log-requests", help="A line of JSON for every request.")
+    ] = True,
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Put prompts into the log.")] = False,
+    debug_invariants: Annotated[
+        bool, typer.Option("--debug-invariants", help="Check the whole state after every step; slow.")
+    ] = False,
+) -> None:
+    """Serve a model over HTTP, with the endpoints of OpenAI's interface."""
+    startup, site, engine = (_optional(name) for name in ("startup", "protocol_site", "engine"))
+    loaded = _load(model, dtype, kernels)
+    if invariant:
+        loaded = row_independent(loaded, kernels)
+    longest = loaded.config.max_position_embeddings
+    context = min(4096, longest) if context_length is None else context_length
+    limits = engine.EngineLimits(
+        running=max_running_requests,
+        waiting=max_queued_requests,
+        tokens=max_running_requests * context if max_total_tokens is None else max_total_tokens,
+        context=context,
+        page_size=page_size,
+        budget=chunked_prefill_size,
+        points=max_reused_prefixes,
+        checks_invariants=debug_invariants,
+    )
+    settings = site.Settings(
+        name=model if served_model_name is None else served_model_name,
+        context=min(context, limits.tokens),
+        thinking=thinking,
+        api_key=api_key,
+        body_bytes=max_body_bytes,
+        stall_seconds=stall_seconds,
+        drain_seconds=drain_seconds,
+        log=startup.log_line if log_requests or log_prompts else None,
+        log_prompts=log_prompts,
+    )
+    startup.run_server(loaded, limits, settings, host=host, port=port, show=Console(stderr=True).print)
+
+
+def _optional(name: str) -> ModuleType:
+    """Import a module that needs more than the base installation."""
+    try:
+        return import_module(f".{name}", __package__)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"serve: expected the libraries of the server, got none named {error.name!r}; "
+            'install them with: pip install "purestep[serving]"',
+            field="serve",
+        ) from error
 
 
 def _stream(model: Model, ids: list[int], params: SamplingParams) -> list[tuple[str, str]]:

@@ -46,7 +46,10 @@ THIRD_PARTY = {
     "ops": {"torch", "attrs"},
     "model": {"torch", "numpy", "attrs", "safetensors", "tokenizers"},
     "step": {"torch", "numpy", "attrs", "safetensors", "tokenizers", "hypothesis"},
-    "serving": {"torch", "numpy", "attrs", "tokenizers", "typer", "rich", "click"},
+    "serving": {
+        *("torch", "numpy", "attrs", "tokenizers", "typer", "rich", "click"),
+        *("aiohttp", "deepseek_recipe", "llguidance", "prometheus_client"),
+    },
 }
 HOST_READS = {"item", "tolist", "cpu", "numpy", "nonzero"}
 AMBIENT = {"time", "os", "logging", "random", "secrets", "datetime", "threading", "contextvars"}

@@ -1,0 +1,96 @@
+"""What ``purestep serve`` does around the server: says where the memory goes, listens, and stops when told to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import typer
+from rich.table import Table
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..model.model import Model
+from .engine import Engine, EngineLimits
+from .info import show_bytes
+from .protocol_site import Settings
+from .server import build_app, serve
+
+__all__ = ["log_line", "memory_table", "run_server"]
+
+
+def run_server(
+    model: Model,
+    limits: EngineLimits,
+    settings: Settings,
+    *,
+    host: str,
+    port: int,
+    show: Callable[[Table], None],
+) -> None:
+    """Serve a model until the process is told to stop.
+
+    Args:
+        model: the model, with a tokenizer.
+        limits: of the engine.
+        settings: of the server.
+        host: address to listen on.
+        port: 0 takes a free one.
+        show: takes the table of what memory goes where.
+    """
+    asyncio.run(_run(model, limits, settings, host, port, show))
+
+
+async def _run(
+    model: Model, limits: EngineLimits, settings: Settings, host: str, port: int, show: Callable[[Table], None]
+) -> None:
+    engine = Engine(model, limits)
+    app = build_app(model, engine, settings)
+    show(memory_table(model, limits, engine.status().pool_bytes))
+    until, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def stop() -> None:
+        # Whoever asks a second time means at once.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+        typer.echo(f"stopping; running requests have {settings.drain_seconds:g} seconds to end", err=True)
+        until.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    await serve(
+        app,
+        host=host,
+        port=port,
+        until=until,
+        ready=lambda address: typer.echo(f"serving {settings.name!r} at {address}", err=True),
+    )
+
+
+def memory_table(model: Model, limits: EngineLimits, pool_bytes: Mapping[str, int]) -> Table:
+    """Show what memory goes where.
+
+    Args:
+        model: the model.
+        limits: of the engine.
+        pool_bytes: cache buffer -> bytes.
+    """
+    weights = sum(leaf.nbytes for leaf in pytree.tree_leaves(model.params) if isinstance(leaf, Tensor))
+    table = Table(title="Memory", title_justify="left")
+    table.add_column("what")
+    table.add_column("bytes", justify="right")
+    table.add_column("for")
+    table.add_row("weights", show_bytes(weights), str(model.dtype).removeprefix("torch."))
+    reach = f"{limits.tokens:,} tokens, {limits.running} requests, {limits.points} reusable prefixes"
+    for name, size in pool_bytes.items():
+        table.add_row(f"cache {name}", show_bytes(size), reach if name == next(iter(pool_bytes)) else "")
+    table.add_row("in all", show_bytes(weights + sum(pool_bytes.values())), f"context {limits.context:,} tokens")
+    return table
+
+
+def log_line(record: Mapping[str, Any]) -> None:
+    """Write one request's record as a line of JSON to standard error."""
+    typer.echo(json.dumps(record, ensure_ascii=False), err=True)
