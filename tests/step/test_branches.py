@@ -303,7 +303,7 @@ def test_a_shared_c128_page_is_not_written_after_a_rewind(page_size: int, at: in
     assert ps.find_request(after, fork).tokens == ps.find_request(expected, fork).tokens
     _, one = ps.decode_step(MODEL, after, only=[fork])
     _, two = ps.decode_step(MODEL, expected, only=[fork])
-    assert torch.equal(one.logits, two.logits)
+    torch.testing.assert_close(one.logits, two.logits, atol=1e-5, rtol=0)
 
 
 def test_inputs_stay_as_they_were() -> None:
