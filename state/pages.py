@@ -227,10 +227,16 @@ def extend_slots(
     prefix, total, last = _columns(page_size, prefix_lens=prefix_lens, seq_lens=seq_lens, last_locs=last_locs)
     assert bool(np.all(total >= prefix)), f"extend_slots: seq_lens {seq_lens} below prefix_lens {prefix_lens}"
     _check_last(prefix, last, (prefix % page_size != 0) & (total > prefix), page_size)
+    if not np.any(total > prefix):
+        return free, tuple(np.empty(0, np.int64) for _ in total), ((),) * len(total)
+    if np.all(total - prefix == 1):
+        free, single = decode_slots(free, prefix, last, page_size)
+        opened = tuple((slot // page_size,) if slot % page_size == 0 else () for slot in single.tolist())
+        return free, tuple(single.reshape(-1, 1)), opened
     ends = np.cumsum(-(-total // page_size) - -(-prefix // page_size))
     free, pages = free.take(int(ends[-1]) if len(ends) else 0)
     bounds = [0, *ends.tolist()]
-    opened = tuple(pages[start:end] for start, end in pairwise(bounds))
+    new_pages = tuple(pages[start:end] for start, end in pairwise(bounds))
     sizes = total - prefix
     stops = np.cumsum(sizes)
     row = np.repeat(np.arange(len(sizes)), sizes)
@@ -240,7 +246,7 @@ def extend_slots(
     first = np.asarray(bounds[:-1], np.int64)[row]
     whole = np.append(np.asarray(pages, np.int64), 0)[first + np.maximum(page, 0)]
     slots = np.where(page < 0, last[row] + 1 + place, whole * page_size + (prefix[row] + place) % page_size)
-    return free, tuple(np.split(slots, stops[:-1])) if len(sizes) else (), opened
+    return free, tuple(np.split(slots, stops[:-1])) if len(sizes) else (), new_pages
 
 
 def groups(length: int) -> int:

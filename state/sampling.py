@@ -394,7 +394,7 @@ def observe_outputs(sampling: SamplingState, request_ids: Sequence[int], ids: Te
     place = {request_id: at for at, request_id in enumerate(request_ids)}
     return SamplingState(
         rows=tuple(
-            _observe_output(row, ids[place[row.request_id]]) if row.request_id in place else row
+            _observe_output(row, ids, place[row.request_id]) if row.request_id in place else row
             for row in sampling.rows
         )
     )
@@ -480,10 +480,10 @@ def _make_row(
     )
 
 
-def _observe_output(row: SamplingRow, token_id: Tensor) -> SamplingRow:
+def _observe_output(row: SamplingRow, ids: Tensor, at: int) -> SamplingRow:
     counts = row.output_counts
     if counts is not None:
-        counts = counts.index_add(0, token_id.reshape(1), counts.new_ones(1))
+        counts = counts.index_add(0, ids[at : at + 1], counts.new_ones(1))
     return _changed(row, n_outputs=row.n_outputs + 1, output_counts=counts)
 
 

@@ -109,6 +109,7 @@ def write_table(table: RequestTable, edits: Sequence[Edit]) -> Handle:
         The new version's handle; ``table`` keeps its content.
     """
     touched: dict[str, list[NDArray[np.int64]]] = {}
+    edits = [edit for edit in edits if len(edit[1])]
     for name, entries, _ in edits:
         touched.setdefault(name, []).append(entries)
     rows = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in touched.items()}

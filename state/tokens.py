@@ -43,7 +43,7 @@ class TokenLog:
         """Add one id at the end."""
         tail = (*self.tail, index(token_id))
         if len(tail) < _CHUNK:
-            return attrs.evolve(self, tail=tail)
+            return TokenLog(chunks=self.chunks, tail=tail)
         return TokenLog(chunks=(*self.chunks, _frozen_chunk(tail)))
 
     def extend(self, ids: Sequence[int] | Ids) -> TokenLog:
@@ -118,9 +118,12 @@ class TokenLog:
         return self._span(first, last + 1)[:: at_positions.step].copy()
 
     def _span(self, start: int, stop: int) -> Ids:
+        n_chunked = len(self.chunks) * _CHUNK
+        if start >= n_chunked:  # what a decode reads
+            return np.asarray(self.tail[start - n_chunked : stop - n_chunked], np.int64)
         first = start // _CHUNK
         parts = self.chunks[first : -(-stop // _CHUNK)]
-        if stop > len(self.chunks) * _CHUNK:
+        if stop > n_chunked:
             parts = (*parts, np.asarray(self.tail, np.int64))
         base = first * _CHUNK
         # Concatenating copies, also a single part: what is handed out never aliases a chunk.

@@ -174,18 +174,21 @@ def _compressor(
     state_loc: Ints,
 ) -> CompressorMetadata:
     assert callable(slots), "slots looks up state rows"
-    closing = np.flatnonzero(positions % ratio == ratio - 1)
+    phase = positions % ratio
+    closing = np.flatnonzero(phase == ratio - 1)
     ends = positions[closing]
-    past = ends[:, None] - np.arange(n_members - 1, -1, -1)
-    at = np.broadcast_to(rows[closing][:, None], past.shape)
-    # A member is a token of this step, or a state row left by an earlier one, or (before position 0) the dummy.
-    is_old = past < batch.prefix_lens[at]
-    old_at, old_past = at[is_old], past[is_old]
-    history = np.where(old_past < 0, dummy, slots(old_at, np.maximum(old_past, 0)))
-    members = closing[:, None] - (ends[:, None] - past) + len(history)
-    members[is_old] = np.arange(len(history))
+    history, members = ends, np.empty((len(ends), n_members), np.int64)
+    if len(ends):
+        past = ends[:, None] - np.arange(n_members - 1, -1, -1)
+        at = np.broadcast_to(rows[closing][:, None], past.shape)
+        # A member is a token of this step, or a state row left by an earlier one, or (before position 0) the dummy.
+        is_old = past < batch.prefix_lens[at]
+        old_at, old_past = at[is_old], past[is_old]
+        history = np.where(old_past < 0, dummy, slots(old_at, np.maximum(old_past, 0)))
+        members = closing[:, None] - (ends[:, None] - past) + len(history)
+        members[is_old] = np.arange(len(history))
     return CompressorMetadata(
-        phase=reader.tensor(positions % ratio),
+        phase=reader.tensor(phase),
         out_loc=reader.tensor(out_loc),
         first_pos=reader.tensor(ends - (ratio - 1)),
         history=reader.tensor(history),

@@ -116,7 +116,8 @@ def prepare_extend(
     given = _mapping(tokens, "tokens")
     for request_id, chunk in zip(distinct_ids(given, "tokens"), given.values(), strict=True):
         request = _runnable(state, request_id)
-        ids = _token_ids(chunk, state.config.vocab_size, request_id)
+        # What decodes is given nothing, and is most of what a server's steps run.
+        ids = () if isinstance(chunk, tuple) and not chunk else _token_ids(chunk, state.config.vocab_size, request_id)
         if not len(ids) and not request.n_unfed:
             raise RequestError(
                 f"request {request_id}: expected at least one token to feed, got none and nothing is pending",
@@ -125,8 +126,9 @@ def prepare_extend(
                 got=0,
             )
         if len(ids):
-            state = attrs.evolve(state, sampling=observe_prompt(state.sampling, request_id, ids.tolist()))
-        requests.append(attrs.evolve(request, tokens=request.tokens.extend(ids)))
+            state = attrs.evolve(state, sampling=observe_prompt(state.sampling, request_id, [*map(int, ids)]))
+            request = attrs.evolve(request, tokens=request.tokens.extend(ids))
+        requests.append(request)
     return _prepare(state, ForwardMode.EXTEND, requests, _limits(limit, [r.request_id for r in requests]))
 
 

@@ -1,4 +1,7 @@
-"""What the engine adds to the model: time of whole turns beside the time of the forwards in them.
+"""What a served step costs besides the model: from one step to the next, ``extend_step`` in it, the forward in that.
+
+``engine`` is what the server adds to ``extend_step`` (scheduling, streams, threads); ``bookkeeping`` is what
+``extend_step`` adds to the forward (slots, metadata, sampling, commit); ``all`` is both together.
 
 python tests/bench/bench_engine.py --batch 1 16 --context 256
 """
@@ -9,45 +12,56 @@ import argparse
 import asyncio
 import statistics
 import time
+from itertools import pairwise
 from typing import Any
 
 import harness
 import purestep as ps
 import torch
+from purestep.serving import engine as serving
 from purestep.serving.asks import Ask, Ended
 from purestep.serving.engine import Engine, EngineLimits
 from purestep.step import extend
 
 
 class Clock:
-    """Times every forward of a run."""
+    """Times the calls of some functions."""
 
     def __init__(self) -> None:
-        self.forwards: list[float] = []
-        self.turns: list[float] = []
+        self.calls: dict[str, list[tuple[float, float]]] = {}
 
-    def timed(self, function: Any, into: list[float]) -> Any:
-        """Wrap a function so that its seconds are kept."""
+    def timed(self, name: str, function: Any) -> Any:
+        """Wrap a function so that the start and the end of its calls are kept."""
+        calls = self.calls.setdefault(name, [])
 
         def call(*args: Any, **options: Any) -> Any:
             start = time.perf_counter()
             try:
                 return function(*args, **options)
             finally:
-                into.append(time.perf_counter() - start)
+                calls.append((start, time.perf_counter()))
 
         return call
 
+    def seconds(self, name: str, n_steps: int) -> float:
+        """Return the median time of the last calls but two."""
+        return statistics.median(end - start for start, end in self.calls[name][-n_steps - 2 : -2])
+
+    def between(self, name: str, n_steps: int) -> float:
+        """Return the median time from one call to the next, of the last but two."""
+        starts = [start for start, _ in self.calls[name]]
+        return statistics.median(later - earlier for earlier, later in list(pairwise(starts))[-n_steps - 2 : -2])
+
 
 async def run(model: ps.Model, batch: int, context: int, steps: int) -> Clock:
-    """Decode a full batch for some steps: the clock of the decode turns."""
+    """Decode a full batch for some steps and return the clock."""
     limits = EngineLimits(
         running=batch, waiting=batch, tokens=batch * (context + steps + 256), context=context + steps + 8
     )
     engine, clock = Engine(model, limits), Clock()
-    original = extend.forward
-    extend.forward = clock.timed(original, clock.forwards)
-    engine._turn = clock.timed(engine._turn, clock.turns)
+    forward, step = extend.forward, serving.extend_step
+    extend.forward = clock.timed("forward", forward)
+    serving.extend_step = clock.timed("step", step)
     try:
         await engine.start()
         params = ps.SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=steps)
@@ -64,7 +78,7 @@ async def run(model: ps.Model, batch: int, context: int, steps: int) -> Clock:
 
         await asyncio.gather(*(drain(stream) for stream in streams))
     finally:
-        extend.forward = original
+        extend.forward, serving.extend_step = forward, step
         await engine.stop()
     return clock
 
@@ -82,10 +96,11 @@ def main() -> None:
     for batch in options.batch:
         clock = asyncio.run(run(model, batch, options.context, options.steps))
         half = options.steps // 2  # the last turns decode the whole batch
-        forward, turn = (statistics.median(seconds[-half - 2 : -2]) * 1e3 for seconds in (clock.forwards, clock.turns))
-        row = {"bench": "engine", "batch": batch, "context": options.context, "turn_ms": turn, "forward_ms": forward}
-        rows.append(row | {"overhead": (turn - forward) / forward})
-    harness.report(f"engine over the embedded model, {options.threads} threads, medians of {half} turns", rows)
+        turn, step, forward = clock.between("step", half), clock.seconds("step", half), clock.seconds("forward", half)
+        times = {"turn_ms": turn * 1e3, "step_ms": step * 1e3, "forward_ms": forward * 1e3}
+        shares = {"engine": turn / step - 1, "bookkeeping": step / forward - 1, "all": turn / forward - 1}
+        rows.append({"bench": "engine", "batch": batch, "context": options.context} | times | shares)
+    harness.report(f"engine over the embedded model, {options.threads} threads, medians of {half} steps", rows)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ class Server:
     """
 
     port: int
-    log: list[Mapping[str, Any]]
+    log: list[Mapping[str, Any]] = attrs.field(repr=False)
 
     @property
     def url(self) -> str:
