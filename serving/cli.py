@@ -1,4 +1,4 @@
-"""The command line: ``purestep generate``, ``score``, ``info``, ``record``, ``diff``, ``trace``, ``serve``.
+"""The command line: generate, score, info, record, diff, trace, serve, chat, bench-serve.
 
 Standard output carries what was asked for and nothing else; progress, statistics and complaints go to standard error.
 
@@ -49,6 +49,8 @@ from ..step.run_files import save_run
 from ..step.selfcheck import check_output
 from .costs import cache_costs
 from .info import info_tables, pairs_table, show_bytes
+from .load_plan import Endpoint, draw_arrivals, draw_prompts, read_prompts, read_tokenizer
+from .load_stats import load_tables, summarise
 from .records import diff_tables, read_pairs, read_run, record_run, row_independent
 from .score import Score, score_text
 from .terminal import STDIN, decode_text, progress_bar, read_text, table_console, write_text
@@ -363,13 +365,162 @@ def serve(
     startup.run_server(loaded, limits, settings, host=host, port=port, show=Console(stderr=True).print)
 
 
+@app.command()
+def chat(
+    model: ModelName = "tiny",
+    dtype: Dtype = None,
+    kernels: Kernels = None,
+    system: Annotated[str, typer.Option(help="What the model is told first.")] = "",
+    thinking: Annotated[
+        bool, typer.Option("--thinking/--no-thinking", help="Whether the model thinks before it replies.")
+    ] = False,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Keep tokens from this share of the likeliest.")] = 0.0,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="End a reply after this many tokens; default when the context is full.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same replies; drawn when not given.")] = None,
+    context_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of the whole chat; default 4096, or all of the model's.")
+    ] = None,
+) -> None:
+    """Chat in the terminal; in a pipe every line is what the user says next."""
+    terminal, engine = (_optional(name) for name in ("talk_terminal", "engine"))
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        max_new_tokens=max_tokens,
+        seed=secrets.randbits(32) if seed is None else seed,
+    )
+    if system:
+        system = decode_text("system", os.fsencode(system))
+    loaded = _load(model, dtype, kernels)
+    longest = loaded.config.max_position_embeddings
+    context = min(4096, longest) if context_length is None else context_length
+    # Room for a chat, and for the reusable prefixes of what it said before.
+    limits = engine.EngineLimits(running=1, tokens=2 * context, context=context)
+    if not terminal.run_chat(loaded, limits, params, system=system, thinking=thinking):
+        raise typer.Exit(1)
+
+
+@app.command("bench-serve")
+def bench_serve(
+    base_url: Annotated[
+        str | None, typer.Option(help="Server to load; default one of its own, which ends with the test.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Whom to ask; default the server's first. Own server: what it serves.")
+    ] = None,
+    endpoint: Annotated[Endpoint, typer.Option(help="Where requests go.")] = Endpoint.COMPLETIONS,
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Requests; default 100, or all of the dataset.")
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option("--concurrency", "--max-concurrency", min=1, help="Closed loop: so many clients; default 8."),
+    ] = None,
+    request_rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Open loop: requests a second, a Poisson process.")
+    ] = None,
+    input_len: Annotated[
+        int, typer.Option("--input-len", "--random-input-len", min=1, help="Tokens of a random prompt.")
+    ] = 128,
+    output_len: Annotated[
+        int, typer.Option("--output-len", "--random-output-len", min=1, help="Tokens of a reply at most.")
+    ] = 64,
+    shared_prefix_len: Annotated[
+        int,
+        typer.Option(
+            "--shared-prefix-len", "--random-prefix-len", min=0, help="Tokens before them, the same in all prompts."
+        ),
+    ] = 0,
+    dataset: Annotated[
+        Path | None,
+        typer.Option("--dataset", "--dataset-path", help='Lines of JSON: {"prompt": ..., "max_tokens": ...}.'),
+    ] = None,
+    tokenizer: Annotated[
+        str, typer.Option(help='Whose tokens random prompts are counted in: "tiny", or a folder.')
+    ] = "tiny",
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of all requests.")] = 0.0,
+    ignore_eos: Annotated[
+        bool | None,
+        typer.Option(
+            "--ignore-eos/--no-ignore-eos",
+            help="Ask for replies of full length, which not every server can; default with an own server.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Same seed, same prompts and arrivals.")] = 0,
+    num_warmups: Annotated[int, typer.Option(min=0, help="Requests sent first and not measured.")] = 1,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a request may take.")] = 600.0,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Write one line of JSON; tables go to standard error.")
+    ] = False,
+) -> None:
+    """Load a server with requests and measure how fast it answers."""
+    run, client = (_optional(name) for name in ("load_run", "load_client"))
+    if concurrency is not None and request_rate is not None:
+        raise RequestError("request_rate: expected this or concurrency, got both; leave one out", field="request_rate")
+    drawn = draw_prompts(
+        read_tokenizer(model_folder(tokenizer)),
+        num_warmups + (num_prompts or 100),
+        input_len=input_len,
+        output_len=output_len,
+        shared_prefix_len=shared_prefix_len,
+        seed=seed,
+    )
+    warmups, prompts = drawn[:num_warmups], drawn[num_warmups:]
+    if dataset is not None:
+        prompts = read_prompts(dataset, num_prompts, output_len=output_len)
+    clients = (concurrency or 8) if request_rate is None else None
+    server = None
+    if base_url is None:
+        model, longest = model or "tiny", shared_prefix_len + input_len + output_len
+        server = run.server_arguments(
+            model, running=clients or 32, waiting=len(prompts), tokens=longest if dataset is None else None
+        )
+    target = client.Target(
+        base_url=(base_url or "").rstrip("/").removesuffix("/v1"),
+        model=model or "",
+        endpoint=endpoint,
+        temperature=temperature,
+        ignore_eos=server is not None if ignore_eos is None else ignore_eos,
+        api_key=api_key,
+        timeout_s=timeout,
+    )
+    with progress_bar("requests") as report:
+        target, outcomes = run.run_bench(
+            target,
+            prompts,
+            warmups,
+            concurrency=clients,
+            arrivals=None if request_rate is None else draw_arrivals(len(prompts), rate=request_rate, seed=seed),
+            server=server,
+            progress=report,
+        )
+    found = summarise(outcomes)
+    shown = Console(stderr=True) if as_json else table_console()
+    for table in load_tables(found, outcomes):
+        shown.print(table)
+    if as_json:
+        asked = {"endpoint": endpoint.value, "concurrency": clients, "request_rate_per_s": request_rate}
+        asked |= {"base_url": target.base_url, "model": target.model, "requests": len(prompts), "seed": seed}
+        typer.echo(json.dumps(asked | found))
+    if not found["completed_requests"]:
+        raise typer.Exit(1)
+
+
 def _optional(name: str) -> ModuleType:
     """Import a module that needs more than the base installation."""
     try:
         return import_module(f".{name}", __package__)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"serve: expected the libraries of the server, got none named {error.name!r}; "
+            f"this command: expected the libraries of the server, got none named {error.name!r}; "
             'install them with: pip install "purestep[serving]"',
             field="serve",
         ) from error
