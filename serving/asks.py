@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Final, Literal
 
 import attrs
 from torch import Tensor
@@ -11,10 +11,13 @@ from torch import Tensor
 from ..state.errors import CapacityError
 from ..state.sampling import SamplingParams
 
-__all__ = ["Ask", "Ended", "Mask", "QueueFullError", "Sampled", "TokenLogprobs"]
+__all__ = ["CONSTRAINT_ERROR", "Ask", "Ended", "Mask", "QueueFullError", "Sampled", "TokenLogprobs"]
 
 Mask = Callable[[tuple[int, ...]], Tensor | None]
 """Outputs so far -> i32[V/32] packed vocabulary bits (1 = allowed) for the next token; None leaves it free."""
+
+CONSTRAINT_ERROR: Final = "constraint: "
+"""How the error of a generation begins that its own mask caused."""
 
 TokenLogprobs = tuple[float | None, tuple[tuple[int, float], ...]]
 """Log-probability of a token, and the likeliest ids with theirs."""

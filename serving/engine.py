@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
-from math import lcm
+from math import isnan, lcm
 from typing import Any, Final, Literal
 
 import attrs
@@ -24,13 +24,13 @@ from ..ops.sampling import token_logprobs
 from ..state.batch import StepOutput
 from ..state.capacity import Capacity
 from ..state.decode import find_request
-from ..state.errors import CapacityError, PurestepError, RequestError
+from ..state.errors import CapacityError, ConfigError, PurestepError, RequestError
 from ..state.invariants import check
 from ..step.extend import extend_step
-from ..step.requests import init_state
+from ..step.requests import check_params, init_state
 from .asks import Ask, Ended, QueueFullError, Sampled, TokenLogprobs
 from .pool import Pool
-from .scheduler import Arrived, Cancelled, Event, Limits, Plan, Rows, SchedulerState, Stepped, schedule
+from .scheduler import UNIT, Arrived, Cancelled, Event, Limits, Plan, Rows, SchedulerState, Stepped, schedule
 
 __all__ = ["Engine", "EngineLimits", "EngineStatus", "Stream"]
 
@@ -41,13 +41,17 @@ _POOL_PAGES: Final = {"full": "free_pages", "window": "free_swa_pages", "C128": 
 class EngineLimits:
     """How much the engine takes on.
 
+    What cannot work together is a ``ConfigError`` here or in ``Engine``: a budget without room for a prompt beside all
+    that decode, less room than a token and its reply, pages that are no whole C4 groups, a context that the model does
+    not have. A context in which no prefix is long enough to be reused is allowed: nothing is, and ``reuses`` says so.
+
     Attributes:
         running: requests that run at once.
         waiting: requests that may wait besides; more are refused.
         tokens: tokens of all requests together that may own a slot.
         context: longest request, reply included.
         page_size: tokens per page.
-        budget: tokens that a step feeds at most.
+        budget: tokens that a step feeds at most; at least 128 more than ``running``.
         points: prefixes held for reuse; 0 switches reuse off.
         checks_invariants: whether every state is checked; for debugging.
     """
@@ -60,6 +64,35 @@ class EngineLimits:
     budget: int = 512
     points: int = 8
     checks_invariants: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        for field, least in (("running", 1), ("waiting", 0), ("points", 0), ("tokens", 2), ("context", 2)):
+            if getattr(self, field) < least:
+                raise ConfigError(
+                    f"{field}: expected at least {least}, got {getattr(self, field)}",
+                    field=field,
+                    expected=f">= {least}",
+                    got=getattr(self, field),
+                )
+        if self.budget < self.running + UNIT:
+            least = self.running + UNIT
+            raise ConfigError(
+                f"budget: expected at least {least} tokens a step, one for each of {self.running} running requests and "
+                f"{UNIT} of a prompt, got {self.budget}; raise --chunked-prefill-size or run fewer requests",
+                field="budget",
+                expected=f">= {self.running + UNIT}",
+                got=self.budget,
+            )
+
+    @property
+    def reuse_unit(self) -> int:
+        """Tokens of the smallest prefix that can be reused; longer ones are multiples of it."""
+        return lcm(self.page_size, UNIT)
+
+    @property
+    def reuses(self) -> bool:
+        """Whether any prompt can be long enough to take over a prefix and to sample a token."""
+        return self.points > 0 and self.reuse_unit + 1 < min(self.context, self.tokens)
 
 
 @attrs.frozen(kw_only=True)
@@ -74,6 +107,7 @@ class EngineStatus:
         counters: what has happened since the start.
         seconds_since_progress: since the last turn ended, while there is something to do; None when idle.
         is_ready: whether it takes requests.
+        failure: why the engine is gone; None while it is not.
     """
 
     running: int
@@ -83,6 +117,7 @@ class EngineStatus:
     counters: Mapping[str, int]
     seconds_since_progress: float | None
     is_ready: bool
+    failure: str | None = None
 
 
 class Stream:
@@ -149,6 +184,14 @@ class _Turn:
     is_idle: bool = False
 
 
+class _Fault(Exception):
+    """What one request of a step is to blame for, and no other."""
+
+    def __init__(self, key: int, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
 class Engine:
     """Runs requests until it is stopped; all methods belong to one event loop."""
 
@@ -163,9 +206,8 @@ class Engine:
         rows = limits.running + limits.points
         capacity = Capacity(requests=rows, tokens=limits.tokens, context=limits.context)
         self._pool = Pool(state=init_state(model, capacity, page_size=limits.page_size))
-        unit = lcm(limits.page_size, 128)
         self._scheduler = SchedulerState(
-            limits=Limits(running=limits.running, budget=limits.budget, points=limits.points, unit=unit)
+            limits=Limits(running=limits.running, budget=limits.budget, points=limits.points, unit=limits.reuse_unit)
         )
         self._replies: dict[int, _Reply] = {}
         self._events: list[Event] = []
@@ -174,6 +216,7 @@ class Engine:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="steps")
         self._task: asyncio.Task[None] | None = None
         self._is_open = False
+        self._failure: str | None = None
         self._progress = time.monotonic()
         self._counters: dict[str, int] = dict.fromkeys(
             ("steps", "prompt_tokens", "cached_tokens", "generated_tokens", "fed_tokens", "retractions", "aborts"), 0
@@ -211,7 +254,7 @@ class Engine:
         Returns:
             Its reply as it comes.
         Raises:
-            RequestError: an empty prompt, or ids outside the vocabulary.
+            RequestError: an empty prompt, ids outside the vocabulary, or parameters that this model cannot honour.
             CapacityError: the prompt can never fit; the message names the limit.
             QueueFullError: too many wait; or the engine is stopping.
         """
@@ -223,6 +266,8 @@ class Engine:
                 field="queue",
                 got=len(self._replies),
             )
+        if not self._replies:
+            self._progress = time.monotonic()  # silence is counted from here, not from the end of the last work
         key = next(self._keys)
         stream = Stream(key, self)
         self._replies[key] = _Reply(ask=ask, stream=stream)
@@ -247,6 +292,7 @@ class Engine:
             counters={**self._counters, "retractions": self._scheduler.n_retracted},
             seconds_since_progress=time.monotonic() - self._progress if self._replies else None,
             is_ready=self._is_open and self._task is not None and not self._task.done(),
+            failure=self._failure,
         )
 
     def _checked(self, ask: Ask) -> Ask:
@@ -259,6 +305,7 @@ class Engine:
                 field="prompt",
                 got=wrong[:8],
             )
+        check_params(self._pool.state, ask.params)
         room = min(context, tokens) - n
         if room < 1:
             raise CapacityError(
@@ -280,8 +327,9 @@ class Engine:
         try:
             while True:
                 await self._one_turn()
-        except Exception as error:
-            # A fault of the engine's own: nobody is left waiting, and status() says that it is over.
+        except BaseException as error:
+            # A fault of the engine's own, or its task was taken away: nobody is left waiting, and status() says so.
+            self._failure = _say(error) if self._is_open else None
             self._is_open = False
             for reply in self._replies.values():
                 reply.stream._queue.put_nowait(Ended(reason="error", error=_say(error)))
@@ -364,7 +412,10 @@ class Engine:
         found = []
         for key, logits in logits_of.items():
             first = pool.progress(key).n_cached + 1
-            found.append((key, first, _prompt_logprobs(asks[key][0], first, logits)))
+            scores = _prompt_logprobs(asks[key][0], first, logits)
+            if any(logprob is not None and isnan(logprob) for logprob, _ in scores):
+                raise _Fault(key, "prompt: its logits hold NaN")
+            found.append((key, first, scores))
         return attrs.evolve(
             turn,
             pool=pool.stepped(state, rows),
@@ -382,9 +433,14 @@ class Engine:
         masks: dict[int, Tensor] = {}
         for key, most in plan.rows:
             ask, outputs = asks[key]
+            if ask.mask is None:
+                continue
             progress = pool.progress(key)
-            if ask.mask is not None and progress.n_tokens - progress.n_cached <= most:
-                bits = ask.mask(outputs)
+            if progress.n_tokens - progress.n_cached <= most:
+                try:
+                    bits = ask.mask(outputs)
+                except Exception as error:
+                    raise _Fault(key, f"constraint: {_say(error)}") from error
                 masks |= {} if bits is None else {pool.ids[key]: bits}
         wanted = [key for key, _ in plan.rows if asks[key][0].prompt_logprobs is not None and not asks[key][1]]
         state, out = extend_step(
@@ -409,12 +465,14 @@ def _bytes_of(spec: tuple[torch.Size, torch.dtype, torch.device]) -> int:
 
 def _broken_keys(error: Exception, pool: Pool, rows: Rows) -> tuple[int, ...]:
     """Return the requests that a failed step is to blame on: those that the error names, or all of the step."""
+    if isinstance(error, _Fault):
+        return (error.key,)
     named = error.got if isinstance(error, RequestError) and error.field == "logits" else None
     return tuple(key for key, _ in rows if named is None or pool.ids[key] in named)
 
 
-def _say(error: Exception) -> str:
-    return str(error) if isinstance(error, PurestepError) else f"{type(error).__name__}: {error}"
+def _say(error: BaseException) -> str:
+    return str(error) if isinstance(error, PurestepError | _Fault) else f"{type(error).__name__}: {error}"
 
 
 def _said(out: StepOutput, keys: Mapping[int, int]) -> list[tuple[int, Sampled | Ended]]:

@@ -5,12 +5,14 @@ next scheduler state and a plan: which requests are fed how many tokens. A view 
 retracting a request gives another view, so the scheduler finds out whether a step fits by asking for it.
 
 Policy
-    Every running request decodes one token a step; what is left of the step's token budget goes to prompts. Prompts are
-    taken in order of arrival, each at most half of what is left (but at least 128 tokens), so a long prompt never keeps
-    short ones behind it waiting and always moves on itself. A request that does not fit yet may be passed by at most
-    ``MOST_PASSES`` later ones; then nobody is admitted before it. When pages run out, points of reuse go first, least
-    recently used first; then requests are retracted, those with the fewest outputs first, among equals the longest
-    prompt (decode-path sheet 1.6), and wait at their place in order of arrival.
+    Every running request decodes one token a step; what is left of the step's token budget goes to prompts, to each at
+    most half of what is left (but at least 128 tokens). The oldest comes first, so that every prompt moves on in its
+    turn; then those with at most 128 tokens to go, so that long ones, however many, keep no short one waiting; then
+    the others; each kind in order of arrival. A request that waits may be passed by about ``MOST_PASSES`` later ones
+    (those of one step count together, so by fewer than ``MOST_PASSES + running``); then nobody is admitted before it.
+    When pages run out, points of reuse go first, least recently used first; then requests are retracted, those with the
+    fewest outputs first, among equals the longest prompt (decode-path sheet 1.6), and wait at their place in order of
+    arrival.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any, Final, Protocol, Self, TypeAlias
 import attrs
 
 __all__ = [
+    "UNIT",
     "Arrived",
     "Cancelled",
     "Event",
@@ -88,11 +91,13 @@ class Point:
         key: the pools' name of it.
         ids: its tokens, which alone decide who may use it.
         used: when it was used last, in steps.
+        reply_of: whose reply it ends in, until another request uses it; that job holds one such point, its last.
     """
 
     key: int
     ids: tuple[int, ...]
     used: int
+    reply_of: int | None = None
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -276,10 +281,13 @@ def _keep_last(state: SchedulerState, view: View, job: Job) -> tuple[SchedulerSt
 
 
 def _keep_points(state: SchedulerState, view: View) -> tuple[SchedulerState, View]:
-    """Hold the point of every prompt that has just come to one."""
+    """Hold the last point of every prompt, and then of its reply, that has just come to one.
+
+    A reply's points are held while it goes on, because its end may be where their window pages are gone already.
+    """
     for job in state.running:
         n = view.progress(job.key).n_cached
-        if 0 < n == _last_point(state, job):
+        if n % state.limits.unit == 0 and n >= _last_point(state, job):
             state, view = _keep(state, view, job, n)
     return state, view
 
@@ -295,20 +303,27 @@ def _keep(state: SchedulerState, view: View, job: Job, n: int) -> tuple[Schedule
     ids = view.tokens(job.key, n)
     if any(point.ids == ids for point in state.points):
         return state, view
+    reply_of = job.key if n > _last_point(state, job) else None
+    for earlier in state.points:
+        if reply_of is not None and earlier.reply_of == reply_of:
+            state, view = _drop(state, view, earlier)
     if len(state.points) >= state.limits.points:
         state, view = _drop_point(state, view)
     kept = view.keep(state.next_point, job.key, n)
     if kept is None:
         return state, view
-    point = Point(key=state.next_point, ids=ids, used=state.steps)
+    point = Point(key=state.next_point, ids=ids, used=state.steps, reply_of=reply_of)
     return attrs.evolve(state, points=(*state.points, point), next_point=state.next_point - 1), kept
 
 
 def _drop_point(state: SchedulerState, view: View) -> tuple[SchedulerState, View]:
     """Give up the point that was used least recently."""
-    oldest = min(state.points, key=lambda point: (point.used, -point.key))
-    points = tuple(point for point in state.points if point is not oldest)
-    return attrs.evolve(state, points=points), view.close(oldest.key)
+    return _drop(state, view, min(state.points, key=lambda point: (point.used, -point.key)))
+
+
+def _drop(state: SchedulerState, view: View, point: Point) -> tuple[SchedulerState, View]:
+    points = tuple(other for other in state.points if other is not point)
+    return attrs.evolve(state, points=points), view.close(point.key)
 
 
 def _make_room(state: SchedulerState, view: View) -> tuple[SchedulerState, View, Rows, tuple[int, ...]]:
@@ -346,14 +361,13 @@ def _wait(state: SchedulerState, job: Job) -> SchedulerState:
 
 
 def _add_prompts(state: SchedulerState, view: View, rows: Rows) -> tuple[SchedulerState, View, Rows]:
-    """Spend what is left of the budget on prompts, in order of arrival, and admit jobs for that."""
-    left = state.limits.budget - len(rows)
-    decoding, may_admit = {key for key, _ in rows}, True
-    for job in sorted((*state.running, *state.waiting), key=lambda job: job.key):
+    """Spend what is left of the budget on prompts, and admit jobs for that."""
+    left, may_admit = state.limits.budget - len(rows), True
+    for job in _prompts(state, view, {key for key, _ in rows}):
         if left <= 0:
             break
         is_waiting = any(job is other for other in state.waiting)
-        if job.key in decoding or (is_waiting and not (may_admit and len(state.running) < state.limits.running)):
+        if is_waiting and not (may_admit and len(state.running) < state.limits.running):
             continue
         found = _feed(state, view, job, rows, left)
         if found is not None:
@@ -362,6 +376,20 @@ def _add_prompts(state: SchedulerState, view: View, rows: Rows) -> tuple[Schedul
         elif not is_waiting or job.n_passed >= MOST_PASSES:
             may_admit = False  # later ones would take the pages that it waits for
     return state, view, rows
+
+
+def _prompts(state: SchedulerState, view: View, decoding: set[int]) -> list[Job]:
+    """Order the jobs that have a prompt to be fed: the oldest and those passed too often, short ones, the others."""
+    jobs = sorted((job for job in (*state.running, *state.waiting) if job.key not in decoding), key=lambda job: job.key)
+
+    def rank(job: Job) -> int:
+        if job is jobs[0] or job.n_passed >= MOST_PASSES:
+            return 0
+        progress = view.progress(job.key) if job.is_open else None
+        n_unfed = len(job.prompt) if progress is None else progress.n_tokens - progress.n_cached
+        return 1 if n_unfed <= UNIT else 2
+
+    return sorted(jobs, key=rank)
 
 
 def _feed(
@@ -403,7 +431,7 @@ def _open(state: SchedulerState, view: View, job: Job) -> tuple[Job, SchedulerSt
     if opened is None:
         return None
     if point is not None:
-        renewed = attrs.evolve(point, used=state.steps)
+        renewed = attrs.evolve(point, used=state.steps, reply_of=None)
         state = attrs.evolve(state, points=tuple(renewed if one is point else one for one in state.points))
     n_cached = 0 if point is None else len(point.ids)
     return attrs.evolve(job, is_open=True, n_cached=n_cached), state, opened

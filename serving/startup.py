@@ -87,8 +87,22 @@ def memory_table(model: Model, limits: EngineLimits, pool_bytes: Mapping[str, in
     reach = f"{limits.tokens:,} tokens, {limits.running} requests, {limits.points} reusable prefixes"
     for name, size in pool_bytes.items():
         table.add_row(f"cache {name}", show_bytes(size), reach if name == next(iter(pool_bytes)) else "")
-    table.add_row("in all", show_bytes(weights + sum(pool_bytes.values())), f"context {limits.context:,} tokens")
+    context = min(limits.context, limits.tokens)
+    table.add_row("in all", show_bytes(weights + sum(pool_bytes.values())), f"context {context:,} tokens")
+    table.caption, table.caption_justify = _reuse_line(limits), "left"
     return table
+
+
+def _reuse_line(limits: EngineLimits) -> str:
+    """Say which prefixes are reused, so that nobody waits for a hit that cannot come."""
+    if not limits.points:
+        return "Prefixes are not reused."
+    if not limits.reuses:
+        return (
+            f"Warning: prefixes are never reused: the smallest has {limits.reuse_unit:,} tokens (page size and 128), "
+            f"a request at most {min(limits.context, limits.tokens):,}."
+        )
+    return f"Prefixes are reused from {limits.reuse_unit:,} tokens on, in multiples of that."
 
 
 def log_line(record: Mapping[str, Any]) -> None:

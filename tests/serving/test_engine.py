@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import attrs
 import purestep as ps
@@ -14,119 +12,74 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.models import VOCAB, tiny_model
+from kit.serving import Gate, greedy, heard, serve
 from kit.steps import examples, ids_of, recompute, run_alone
 from purestep.model.loading import build_model
-from purestep.serving.asks import Ask, Ended, QueueFullError, Sampled
-from purestep.serving.engine import Engine, EngineLimits, Stream
+from purestep.serving.asks import Ask, QueueFullError
+from purestep.serving.engine import Engine, EngineLimits
 
 PLAIN = tiny_model((0, 4, 128), window=16)
 MODEL = build_model(PLAIN.config, PLAIN.params, numerics=ps.Numerics(invariant=True))
 LIMITS = EngineLimits(running=4, waiting=32, tokens=2000, context=400, page_size=8, budget=256, points=3)
 
 
-def greedy(n_new: int | None = 8, **changes: Any) -> ps.SamplingParams:
-    return ps.SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=n_new, **changes)
+SAMPLED = (
+    greedy(),
+    greedy(repetition_penalty=1.3, logit_bias={5: 100.0, 6: -100.0}),
+    ps.SamplingParams(temperature=1.0, seed=7, ignore_eos=True),
+    ps.SamplingParams(temperature=0.7, top_k=5, seed=8, frequency_penalty=0.8, ignore_eos=True),
+    ps.SamplingParams(temperature=100.0, top_k=10**9, top_p=0.9, min_p=0.01, seed=7, presence_penalty=1.0),
+    ps.SamplingParams(temperature=1e-8, seed=3, min_new_tokens=5),
+)
+"""Ways to sample that share a batch in tests."""
 
 
-async def heard(stream: Stream) -> tuple[list[int], Ended]:
-    """Listen to a reply to its end: (tokens, end)."""
-    items = [item async for item in stream]
-    assert isinstance(items[-1], Ended)
-    assert all(isinstance(item, Sampled) for item in items[:-1])
-    return [item.token_id for item in items[:-1]], items[-1]
-
-
-def serve(model: ps.Model, limits: EngineLimits, talk: Any) -> Any:
-    """Run a coroutine function over a started engine, and see that nothing is left afterwards."""
-
-    async def main() -> Any:
-        engine = Engine(model, attrs.evolve(limits, checks_invariants=True))
-        await engine.start()
-        try:
-            return await asyncio.wait_for(talk(engine), 120)
-        finally:
-            await engine.stop()
-            status = engine.status()
-            assert (status.running, status.waiting, status.is_ready) == (0, 0, False)
-
-    coroutine: Coroutine[Any, Any, Any] = main()
-    return asyncio.run(coroutine)
-
-
-@examples(5)
+@examples(4)
 @given(
     asked=st.lists(
-        st.tuples(st.integers(0, 2), st.sampled_from((1, 5, 128, 129, 200, 300)), st.integers(1, 20)),
+        st.tuples(
+            st.integers(0, 2),
+            st.sampled_from((1, 5, 128, 129, 200, 300)),
+            st.integers(5, 20),
+            st.sampled_from(SAMPLED),
+        ),
         min_size=1,
         max_size=7,
     ),
     tokens=st.sampled_from((400, 480, 2000)),
 )
-def test_every_reply_equals_its_solo_run(asked: list[tuple[int, int, int]], tokens: int) -> None:
-    """With and without pressure, reuse and company: greedy replies are those of each prompt alone."""
+def test_every_reply_equals_its_solo_run(asked: list[tuple[int, int, int, ps.SamplingParams]], tokens: int) -> None:
+    """SMP-01, 07, 11, KVA-05: with and without pressure, reuse and company, a reply is that of its prompt alone."""
 
     async def talk(engine: Engine) -> None:
-        prompts = [ids_of(n, VOCAB, seed) for seed, n, _ in asked]
-        streams = [
-            engine.submit(Ask(prompt_ids=tuple(prompt), params=greedy(n_new)))
-            for prompt, (_, _, n_new) in zip(prompts, asked, strict=True)
+        asks = [
+            Ask(
+                prompt_ids=tuple(ids_of(n, VOCAB, seed)),
+                params=attrs.evolve(params, max_new_tokens=min(n_new, min(400, tokens) - n)),
+            )
+            for seed, n, n_new, params in asked
         ]
-        replies = await asyncio.gather(*(heard(stream) for stream in streams))
-        for prompt, (_, _, n_new), (said, end) in zip(prompts, asked, replies, strict=True):
-            n_said = min(n_new, min(400, tokens) - len(prompt))
-            assert end.reason == "length"
-            assert said == run_alone(MODEL, prompt, n_said - 1, context=420)[0]
+        replies = await asyncio.gather(*(heard(engine.submit(ask)) for ask in asks))
+        for ask, (said, end) in zip(asks, replies, strict=True):
+            assert end.reason == ("length" if len(said) == ask.params.max_new_tokens else "stop")
+            n_new = ask.params.max_new_tokens or 0
+            assert said == run_alone(MODEL, ask.prompt_ids, n_new - 1, ask.params, context=420)[0]
 
     serve(MODEL, attrs.evolve(LIMITS, tokens=tokens), talk)
 
 
-def test_a_repeated_prompt_is_cached_and_says_the_same() -> None:
-    """PFX-01, PFX-07: the second and third time a prompt comes, its prefix is taken over, and the reply is the same."""
+@pytest.mark.parametrize("points", [0, 2])
+def test_requests_give_way_and_come_back(points: int) -> None:
+    """KVA-05: of three long requests in pools for two one is retracted, and each says what it says without pressure."""
 
     async def talk(engine: Engine) -> None:
-        ask = Ask(prompt_ids=tuple(ids_of(300)), params=greedy(6))
-        replies = [await heard(engine.submit(ask)) for _ in range(3)]
-        assert [end.n_cached for _, end in replies] == [0, 256, 256]
-        assert len({tuple(said) for said, _ in replies}) == 1
-        assert engine.status().counters["cached_tokens"] == 512
-        said = replies[0][0]
-        longer = Ask(prompt_ids=(*ask.prompt_ids, *said, *ids_of(90, seed=3)), params=greedy(2))
-        assert (await heard(engine.submit(longer)))[1].n_cached == 256
+        prompts = [ids_of(100, seed=seed) for seed in range(3)]
+        streams = [engine.submit(Ask(prompt_ids=tuple(prompt), params=greedy(30))) for prompt in prompts]
+        replies = await asyncio.gather(*(heard(stream) for stream in streams))
+        assert engine.status().counters["retractions"] > 0
+        assert [said for said, _ in replies] == [run_alone(MODEL, prompt, 29)[0] for prompt in prompts]
 
-    serve(MODEL, LIMITS, talk)
-
-
-def test_reuse_can_be_switched_off() -> None:
-    """Without points nothing is taken over, and replies are the same."""
-
-    async def talk(engine: Engine) -> None:
-        ask = Ask(prompt_ids=tuple(ids_of(300)), params=greedy(6))
-        assert [(await heard(engine.submit(ask)))[1].n_cached for _ in range(2)] == [0, 0]
-
-    serve(MODEL, attrs.evolve(LIMITS, points=0), talk)
-
-
-def test_cancelled_requests_stop_within_two_steps() -> None:
-    """A request that is cancelled after its first token ends with "abort" soon; cancelling again does nothing."""
-
-    async def talk(engine: Engine) -> None:
-        stream = engine.submit(Ask(prompt_ids=(1, 2, 3), params=greedy(None)))
-        mate = engine.submit(Ask(prompt_ids=(4, 5), params=greedy(12)))
-        items = aiter(stream)
-        await anext(items)
-        steps = engine.status().counters["steps"]
-        stream.cancel()
-        stream.cancel()
-        rest = [item async for item in items]
-        assert rest[-1].reason == "abort"
-        assert engine.status().counters["steps"] - steps <= 2
-        assert (await heard(mate))[0] == run_alone(MODEL, [4, 5], 11)[0]
-        waiting = engine.submit(Ask(prompt_ids=(1,), params=greedy(3)))
-        waiting.cancel()
-        assert (await heard(waiting))[1].reason == "abort"
-        assert engine.status().counters["aborts"] == 2
-
-    serve(MODEL, LIMITS, talk)
+    serve(MODEL, attrs.evolve(LIMITS, tokens=320, points=points), talk)
 
 
 def test_a_full_queue_and_impossible_requests_are_refused_at_once() -> None:
@@ -146,47 +99,61 @@ def test_a_full_queue_and_impossible_requests_are_refused_at_once() -> None:
     serve(MODEL, LIMITS, talk)
 
 
-def test_the_context_is_the_end() -> None:
-    """KVA-13, HTP-07: requests without a limit end with "length" at the context; one token short gives one token."""
+@examples(4)
+@given(n=st.integers(64, 150))
+def test_prompts_larger_than_the_pools_are_refused_by_their_size(n: int) -> None:
+    """KVA-03: in pools of 64 tokens a longer prompt is an error that says 64, and the next small one is served."""
 
     async def talk(engine: Engine) -> None:
-        prompts = [ids_of(n) for n in (399, 398, 350)]
-        streams = [engine.submit(Ask(prompt_ids=tuple(p), params=greedy(None))) for p in prompts]
-        replies = await asyncio.gather(*(heard(stream) for stream in streams))
-        assert [len(said) for said, _ in replies] == [1, 2, 50]
-        assert {end.reason for _, end in replies} == {"length"}
+        with pytest.raises(ps.CapacityError, match="pools hold 64") as caught:
+            engine.submit(Ask(prompt_ids=(1,) * n, params=greedy()))
+        assert caught.value.got == n
+        said, end = await heard(engine.submit(Ask(prompt_ids=(1,) * 63, params=greedy(None))))
+        assert (len(said), end.reason) == (1, "length")
+
+    serve(MODEL, attrs.evolve(LIMITS, tokens=64, context=200), talk)
+
+
+def test_what_no_token_can_honour_is_refused_at_once() -> None:
+    """Parameters that hold every token back are refused when they come, and the engine goes on."""
+
+    async def talk(engine: Engine) -> None:
+        others = tuple(i for i in range(VOCAB) if i not in MODEL.config.eos_token_id)
+        for params in (greedy(stop_token_ids=others, min_new_tokens=1), greedy(logit_bias={VOCAB: 1.0})):
+            with pytest.raises(ps.RequestError):
+                engine.submit(Ask(prompt_ids=(1,), params=params))
+        assert (await heard(engine.submit(Ask(prompt_ids=(1,), params=greedy(2)))))[1].reason == "length"
 
     serve(MODEL, LIMITS, talk)
 
 
-def test_nan_fails_its_request_alone() -> None:
-    """RES-07: a request whose logits hold NaN ends with an error that says so; the others are answered as alone."""
-    embed = MODEL.params.embed.clone()
-    embed[9] = torch.nan
-    model = attrs.evolve(MODEL, params=attrs.evolve(MODEL.params, embed=embed))
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        *(({"running": n, "budget": n + 127}, "budget") for n in (1, 8)),
+        *(({name: wrong}, name) for name, wrong in (("running", 0), ("waiting", -1), ("points", -1), ("tokens", 1))),
+        *(({"page_size": n}, "page_size") for n in (0, 7, -4)),
+        ({"context": 9000, "tokens": 9000}, "context"),
+    ],
+)
+def test_limits_that_cannot_work_are_refused(changes: dict[str, int], field: str) -> None:
+    """PFX-17: what cannot be honoured together is an error that names the field before anything is served."""
+    with pytest.raises(ps.ConfigError) as caught:
+        Engine(MODEL, attrs.evolve(LIMITS, **changes))
+    assert caught.value.field == field
+
+
+def test_the_context_is_the_end() -> None:
+    """KVA-13, HTP-07: requests without a limit end with "length" at the context; one token short gives one token."""
 
     async def talk(engine: Engine) -> None:
-        asks = [Ask(prompt_ids=prompt, params=greedy(2)) for prompt in ((1, 2), (3, 9), (4, 5, 6))]
-        replies = await asyncio.gather(*(heard(engine.submit(ask)) for ask in asks))
-        assert [end.reason for _, end in replies] == ["length", "error", "length"]
-        assert "NaN" in replies[1][1].error
-        for ask, (said, end) in zip(asks, replies, strict=True):
-            assert end.reason == "error" or said == run_alone(MODEL, ask.prompt_ids, 1)[0]
+        prompts = [ids_of(n) for n in (399, 398, 395, 395, 395, 395, 395, 390)]
+        streams = [engine.submit(Ask(prompt_ids=tuple(p), params=greedy(None))) for p in prompts]
+        replies = await asyncio.gather(*(heard(stream) for stream in streams))
+        assert [len(said) for said, _ in replies] == [1, 2, 5, 5, 5, 5, 5, 10]
+        assert {end.reason for _, end in replies} == {"length"}
 
-    serve(model, LIMITS, talk)
-
-
-def test_a_failing_step_ends_its_requests_and_the_engine_goes_on() -> None:
-    """An operator that raises fails the requests of that step; the next request is served."""
-    broken = ps.strategies.interrupted(MODEL, "attend", 7, RuntimeError("no such kernel"))
-
-    async def talk(engine: Engine) -> None:
-        said, end = await heard(engine.submit(Ask(prompt_ids=(1, 2), params=greedy(50))))
-        assert (end.reason, "no such kernel" in end.error) == ("error", True)
-        engine.model = MODEL
-        assert (await heard(engine.submit(Ask(prompt_ids=(1, 2), params=greedy(4)))))[0][: len(said)] == said
-
-    serve(broken, LIMITS, talk)
+    serve(MODEL, attrs.evolve(LIMITS, running=8, tokens=3200), talk)
 
 
 def allowed(ids: Sequence[int]) -> torch.Tensor:
@@ -241,20 +208,23 @@ def test_prompt_logprobs_are_those_of_the_whole_prompt() -> None:
     serve(MODEL, LIMITS, talk)
 
 
-def test_the_event_loop_stays_responsive() -> None:
-    """While long prompts are fed, the event loop answers at once: the steps run in the worker thread."""
+def test_the_event_loop_goes_on_during_a_step() -> None:
+    """While one step is held in the worker thread, the event loop runs, answers, and takes requests and refusals in."""
 
     async def talk(engine: Engine) -> None:
-        streams = [engine.submit(Ask(prompt_ids=tuple(ids_of(390, seed=i)), params=greedy(2))) for i in range(4)]
-        longest = 0.0
-        replies = asyncio.gather(*(heard(stream) for stream in streams))
-        while not replies.done():
-            start = time.monotonic()
+        gate = Gate(engine)
+        streams = [engine.submit(Ask(prompt_ids=tuple(ids_of(300)), params=greedy(2)))]
+        assert await asyncio.to_thread(gate.entered.wait, 30)
+        for turn in range(100):
             await asyncio.sleep(0)
+            assert engine.status().counters["steps"] == 0
             assert engine.status().is_ready
-            longest = max(longest, time.monotonic() - start)
-            await asyncio.sleep(0.001)
-        assert longest < 1.0
+            if turn < 5:
+                streams.append(engine.submit(Ask(prompt_ids=(1, turn), params=greedy(2))))
+        streams[1].cancel()
+        gate.opened.set()
+        replies = await asyncio.gather(*(heard(stream) for stream in streams))
+        assert [end.reason for _, end in replies] == ["length", "abort", *["length"] * 4]
 
     serve(MODEL, LIMITS, talk)
 

@@ -12,20 +12,26 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import attrs
 import purestep as ps
 import pytest
+import torch
 from kit.http import Server, running
 from prometheus_client.parser import text_string_to_metric_families
 from purestep.serving.engine import Engine, EngineLimits
 
 MODEL = ps.load_model("tiny")
+POISON = MODEL.config.vocab_size - 1
+"""A token whose embedding is NaN, so that requests with it fail."""
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-LIMITS = EngineLimits(running=3, waiting=8, tokens=2048, context=256, budget=259)
+LIMITS = EngineLimits(running=3, waiting=32, tokens=2048, context=256, budget=259)
 ENGINES: list[Engine] = []
 
 
 def make() -> Engine:
-    ENGINES.append(Engine(MODEL, LIMITS))
+    embed = MODEL.params.embed.clone()
+    embed[POISON] = torch.nan
+    ENGINES.append(Engine(attrs.evolve(MODEL, params=attrs.evolve(MODEL.params, embed=embed)), LIMITS))
     return ENGINES[-1]
 
 
@@ -42,13 +48,13 @@ def measured(server: Server) -> dict[tuple[str, ...], float]:
 
 
 def ask(server: Server, number: int) -> Any:
-    """One of several kinds of requests: plain, streamed, refused, and one whose client leaves."""
+    """One of the kinds of requests: plain, streamed, refused, failing, and one whose client leaves."""
+    kind = number % 5
     body: dict[str, Any] = {"model": "tiny", "prompt": f"{number} And", "max_tokens": 6, "stream": number % 2 == 0}
-    if number % 4 == 1:
-        body["top_k"] = -7
-    if number % 4 != 2:
+    body |= {"top_k": -7} if kind == 1 else {"prompt": [5, POISON, 6]} if kind == 2 else {}
+    if kind != 3:
         return server.post("/v1/completions", body)
-    raw = json.dumps(body | {"max_tokens": 200, "ignore_eos": True}).encode()
+    raw = json.dumps(body | {"max_tokens": 200, "ignore_eos": True, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}"
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
         connection.sendall(head.encode() + b"\r\n\r\n" + raw)
@@ -56,10 +62,10 @@ def ask(server: Server, number: int) -> Any:
 
 
 def test_gauges_come_back_to_nothing(server: Server) -> None:
-    """After plain, streamed, refused and abandoned requests nothing runs or waits, and the counts agree."""
+    """OBS-03: after 50 plain, streamed, refused, failing and abandoned requests gauges are zero, and counts agree."""
     before = measured(server)
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(lambda number: ask(server, number), range(16)))
+    with ThreadPoolExecutor(10) as pool:
+        replies = list(pool.map(lambda number: ask(server, number), range(50)))
     deadline = time.monotonic() + 20
     while (now := measured(server))[("purestep_num_requests_running",)] and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -69,13 +75,19 @@ def test_gauges_come_back_to_nothing(server: Server) -> None:
     def grown(*name: str) -> float:
         return now.get(name, 0) - before.get(name, 0)
 
-    assert grown("purestep_http_requests_total", "/v1/completions", "400") == 4
-    ended = [grown(*name) for name in now if name[0] == "purestep_request_success_total"]
-    taken_in = grown("purestep_time_to_first_token_seconds_count")
-    assert grown("purestep_http_requests_total", "/v1/completions", "429") + sum(ended) == 12
-    assert taken_in <= sum(ended)
-    assert grown("purestep_request_aborts_total") >= 1
+    ended = {name[1]: grown(*name) for name in now if name[0] == "purestep_request_success_total"}
+    assert grown("purestep_http_requests_total", "/v1/completions", "400") == 10
+    assert (ended["error"], ended["abort"]) == (10, 10)
+    assert sum(ended.values()) == 40
+    assert grown("purestep_request_aborts_total") == 10
+    assert grown("purestep_e2e_request_latency_seconds_count") == 30
+    assert 20 <= grown("purestep_time_to_first_token_seconds_count") <= 30
     assert now[("purestep_pool_pages_used", "rows")] <= LIMITS.points
+    for number in range(2, 50, 5):
+        failed = replies[number]
+        message = failed.events[-1] if number % 2 == 0 else failed.json
+        assert "NaN" in message["error"]["message"]
+        assert failed.status == (200 if number % 2 == 0 else 500)
 
 
 def test_pool_bytes_are_those_of_the_buffers(server: Server) -> None:

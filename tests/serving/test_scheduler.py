@@ -15,6 +15,7 @@ from purestep.serving.scheduler import (
     MOST_PASSES,
     Arrived,
     Cancelled,
+    Job,
     Limits,
     Plan,
     SchedulerState,
@@ -36,7 +37,7 @@ class Wish:
         prompt: its tokens.
         n_new: tokens that it samples.
         arrives: turn in which it comes.
-        cancelled: turns after that in which it is not wanted any more, or None.
+        cancelled: turns after that in which it is not wanted any more, or None; said twice.
     """
 
     prompt: tuple[int, ...]
@@ -66,6 +67,34 @@ class Outcome:
     pool: Pool
     state: SchedulerState
     cached: dict[int, int]
+    admitted: dict[int, int]
+
+
+def require_order_of_retraction(before: SchedulerState, pool: Pool, after: SchedulerState, plan: Plan) -> None:
+    """Decode-path 1.6: who gives way for those that decode has the fewest outputs, among equals the longest prompt."""
+    stayed = [job for job in before.running if any(job.key == other.key for other in after.running)]
+    gone = [job for job in before.running if any(job.key == other.key for other in after.waiting)]
+    if gone:
+        assert not after.points, "points of reuse go first"
+    if any(plan.view.progress(key).n_outputs for key, _ in plan.rows):
+
+        def worth(job: Job) -> tuple[int, int]:
+            return pool.progress(job.key).n_outputs, -len(job.prompt)
+
+        assert all(worth(one) <= worth(other) for one in gone for other in stayed)
+
+
+def require_fairness(out: Outcome, wishes: Sequence[Wish], running: int) -> None:
+    """Nobody is passed by more than the stated number, nor waits longer than the work admitted before it takes."""
+    for key, turn in out.admitted.items():
+        earlier = {other for other, at in out.admitted.items() if at < turn}
+        assert sum(other > key for other in earlier) < MOST_PASSES + running
+        work = [
+            -(-len(wishes[other].prompt) // 128) + 1 + wishes[other].n_new
+            for other in earlier
+            if out.turns[other] >= wishes[key].arrives
+        ]
+        assert out.state.n_retracted or turn - wishes[key].arrives <= sum(work)
 
 
 def run(wishes: Sequence[Wish], capacity: ps.Capacity, limits: Limits, most_turns: int = 4000) -> Outcome:
@@ -77,22 +106,25 @@ def run(wishes: Sequence[Wish], capacity: ps.Capacity, limits: Limits, most_turn
         for key, wish in enumerate(wishes)
     }
     pool = attrs.evolve(pool, params=params)
-    out = Outcome({}, {}, pool, state, {})
+    out = Outcome({}, {}, pool, state, {}, {})
     while len(out.ends) < len(wishes):
         assert turn < most_turns, f"no end after {turn} turns: {sorted(out.ends)}"
         for key, wish in enumerate(wishes):
             if wish.arrives == turn:
                 events.append(Arrived(key=key, prompt=wish.prompt))
             if wish.cancelled is not None and turn == wish.arrives + wish.cancelled:
-                events.append(Cancelled(key=key))
+                events += [Cancelled(key=key), Cancelled(key=key)]
         before = (state, pool.state)
         again = schedule(state, events, pool)
         state, plan = schedule(state, events, pool)
         assert (again[1].rows, again[1].cancelled, again[1].failed) == (plan.rows, plan.cancelled, plan.failed)
         assert before[1] is pool.state
+        assert plan.rows or not (state.running or state.waiting), "some step is made as long as somebody waits"
+        require_order_of_retraction(before[0], pool, state, plan)
         events = []
         for job in state.running:
             out.cached.setdefault(job.key, job.n_cached)
+            out.admitted.setdefault(job.key, turn)
         for reason, keys in (("cancelled", plan.cancelled), ("failed", plan.failed)):
             for key in keys:
                 assert key not in out.ends, f"{key} ended twice"
@@ -110,6 +142,7 @@ def run(wishes: Sequence[Wish], capacity: ps.Capacity, limits: Limits, most_turn
     assert not state.waiting
     assert not plan.rows
     out.pool, out.state = plan.view, state
+    require_fairness(out, wishes, limits.running)
     return out
 
 
@@ -134,8 +167,8 @@ TEXTS = tuple(tuple(ids_of(600, seed=seed)) for seed in range(3))
 
 @st.composite
 def wishes(draw: st.DrawFn, longest: int = 400) -> list[Wish]:
-    """Draw requests, some of them with a common prefix, some cancelled."""
-    return [
+    """Draw requests in order of arrival, some of them with a common prefix, some cancelled."""
+    asked = [
         Wish(
             prompt=draw(st.sampled_from(TEXTS))[: draw(st.sampled_from((1, 5, 100, 128, 129, 140, 257, longest)))],
             n_new=draw(st.integers(1, 40)),
@@ -144,6 +177,7 @@ def wishes(draw: st.DrawFn, longest: int = 400) -> list[Wish]:
         )
         for _ in range(draw(st.integers(1, 9)))
     ]
+    return sorted(asked, key=lambda wish: wish.arrives)
 
 
 @examples(25)
@@ -174,15 +208,30 @@ def test_small_requests_pass_a_long_prompt() -> None:
     assert max(out.turns[key] for key in (1, 2, 3)) < out.turns[0]
 
 
-@examples(8)
-@given(n_small=st.integers(20, 60), n_new=st.integers(1, 12))
+@examples(12)
+@given(
+    lengths=st.lists(st.integers(257, 400), min_size=1, max_size=5),
+    n_small=st.integers(1, 128),
+    arrives=st.integers(0, 4),
+    budget=st.sampled_from((264, 320, 512)),
+)
+def test_long_prompts_however_many_keep_no_short_one_waiting(
+    lengths: list[int], n_small: int, arrives: int, budget: int
+) -> None:
+    """A prompt of one unit is fed whole in the step in which it comes, beside any number of long ones before it."""
+    asked = [*(Wish(TEXTS[0][:n], 3, 0) for n in lengths), Wish(TEXTS[1][:n_small], 1, arrives)]
+    out = run(asked, ps.Capacity(6, 4000, 440), Limits(running=6, budget=budget, points=0, unit=128))
+    assert out.turns[len(lengths)] == arrives
+
+
+@examples(3)
+@given(n_small=st.integers(40, 60), n_new=st.integers(8, 12))
 def test_large_requests_do_not_starve(n_small: int, n_new: int) -> None:
-    """A request that needs the whole pool is passed by a bounded number of later ones, and then runs."""
+    """A request that finds no room beside a stream of small ones is passed by a bounded number of them, then runs."""
     small = [Wish((i % 30 + 2,) * 60, n_new, i) for i in range(n_small)]
-    asked = [*small[:3], Wish(TEXTS[0][:400], 3, 3), *small[3:]]
-    out = run(asked, ps.Capacity(4, 440, 440), Limits(running=4, budget=512, points=0, unit=128))
-    before = sum(out.turns[key] < out.turns[3] for key in range(4, len(asked)))
-    assert before <= MOST_PASSES + 4
+    asked = [*small[:9], Wish(TEXTS[0][:400], 3, 8), *small[9:]]
+    out = run(asked, ps.Capacity(8, 440, 440), Limits(running=8, budget=512, points=0, unit=128))
+    assert 0 < sum(out.admitted[key] < out.admitted[9] for key in range(10, len(asked))) < MOST_PASSES + 8
 
 
 def test_a_request_that_never_fits_fails_and_the_next_is_served() -> None:
@@ -206,3 +255,45 @@ def test_a_repeated_prompt_takes_over_its_prefix() -> None:
         asked = [Wish(TEXTS[0][:n], 2, 0), Wish(TEXTS[0][:n], 2, 40)]
         out = run(asked, ps.Capacity(4, 4000, 440), Limits(running=2, budget=512, points=2, unit=128))
         assert [out.cached[0], out.cached[1]] == [0, expected]
+
+
+@examples(15)
+@given(texts=st.lists(st.integers(0, 3), min_size=1, max_size=9), most=st.integers(1, 3))
+def test_points_are_given_up_least_recently_used_first(texts: list[int], most: int) -> None:
+    """A prompt is taken over exactly if its point is among the ones used last, as many as may be held."""
+    asked = [Wish((text + 2,) * 200, 1, 4 * turn) for turn, text in enumerate(texts)]
+    out = run(asked, ps.Capacity(2 + most, 4000, 440), Limits(running=2, budget=512, points=most, unit=128))
+    recent: list[int] = []
+    for key, text in enumerate(texts):
+        assert out.cached[key] == (128 if text in recent else 0)
+        recent = [*(one for one in recent if one != text), text][-most:]
+    assert {point.ids[0] - 2 for point in out.state.points} == set(recent)
+
+
+@examples(15)
+@given(n=st.integers(1, 140), n_new=st.sampled_from((1, 30, 120, 128, 129, 200, 260)))
+def test_a_whole_conversation_is_taken_over(n: int, n_new: int) -> None:
+    """The last point of a request that has ended is held, wherever its reply ended, with the prompt's and no other."""
+    prompt = TEXTS[0][:n]
+    following = Wish((*prompt, *(5,) * n_new, 7), 1, n_new + 10)
+    out = run(
+        [Wish(prompt, n_new, 0), following],
+        ps.Capacity(6, 4000, 440),
+        Limits(running=2, budget=512, points=4, unit=128),
+    )
+    assert out.cached[1] == (n + n_new - 1) // 128 * 128
+    lengths = (n - 1, n + n_new - 1, n + n_new, n + n_new + 1)
+    assert {len(point.ids) for point in out.state.points} == {one // 128 * 128 for one in lengths} - {0}
+
+
+def test_a_point_of_a_reply_that_others_use_stays() -> None:
+    """A request gives up its reply's earlier point for a later one, but not where another has begun there meanwhile."""
+    prompt = TEXTS[0][:100]
+    other = Wish((*prompt, *(5,) * 28, 9, 9), 1, 40)
+    late = Wish((*prompt, *(5,) * 28, 8), 1, 240)
+    out = run(
+        [Wish(prompt, 200, 0), other, late],
+        ps.Capacity(8, 4000, 440),
+        Limits(running=3, budget=512, points=4, unit=128),
+    )
+    assert (out.cached[1], out.cached[2]) == (128, 128)
