@@ -13,6 +13,10 @@ Policy
     When pages run out, points of reuse go first, least recently used first; then requests are retracted, those with the
     fewest outputs first, among equals the longest prompt (decode-path sheet 1.6), and wait at their place in order of
     arrival.
+
+    Points of reuse are held where a prompt ends, where it parts from another one that is known (running, waiting or
+    held), and where a reply has got to. A request whose prefix is just being fed for another one waits for that point
+    instead of feeding it again, so of many requests that begin alike one feeds the beginning.
 """
 
 from __future__ import annotations
@@ -281,15 +285,43 @@ def _keep_last(state: SchedulerState, view: View, job: Job) -> tuple[SchedulerSt
 
 
 def _keep_points(state: SchedulerState, view: View) -> tuple[SchedulerState, View]:
-    """Hold the last point of every prompt, and then of its reply, that has just come to one.
+    """Hold the points of every prompt, and then of its reply, that has just come to one.
 
     A reply's points are held while it goes on, because its end may be where their window pages are gone already.
     """
     for job in state.running:
         n = view.progress(job.key).n_cached
-        if n % state.limits.unit == 0 and n >= _last_point(state, job):
+        last = _last_point(state, job)
+        if n % state.limits.unit == 0 and (n >= last or n in _partings(state, job)):
             state, view = _keep(state, view, job, n)
     return state, view
+
+
+def _partings(state: SchedulerState, job: Job) -> set[int]:
+    """Find where a prompt's points come to lie before its last one: where it parts from others that are known."""
+    if not state.limits.points:
+        return set()
+    prompts = (other.prompt for other in (*state.running, *state.waiting) if other is not job)
+    return {_shared(state, job, ids) for ids in (*prompts, *(point.ids for point in state.points))} - {0}
+
+
+def _shared(state: SchedulerState, job: Job, ids: Sequence[int]) -> int:
+    """Return the last point of a prompt up to which these ids are the same."""
+    unit, n = state.limits.unit, 0
+    most = min(_last_point(state, job), len(ids))
+    while n + unit <= most and job.prompt[n : n + unit] == ids[n : n + unit]:
+        n += unit
+    return n
+
+
+def _is_on_its_way(state: SchedulerState, view: View, job: Job) -> bool:
+    """Tell whether a longer prefix than any held one is being fed for another job, and will be held."""
+    if job.is_open or not job.may_reuse or not state.limits.points or job.n_passed >= MOST_PASSES:
+        return False
+    point = _longest_point(state, job)
+    n_held = 0 if point is None else len(point.ids)
+    shared = ((other, _shared(state, job, other.prompt)) for other in state.running)
+    return any(n > n_held and view.progress(other.key).n_cached < n for other, n in shared)
 
 
 def _last_point(state: SchedulerState, job: Job) -> int:
@@ -363,11 +395,14 @@ def _wait(state: SchedulerState, job: Job) -> SchedulerState:
 def _add_prompts(state: SchedulerState, view: View, rows: Rows) -> tuple[SchedulerState, View, Rows]:
     """Spend what is left of the budget on prompts, and admit jobs for that."""
     left, may_admit = state.limits.budget - len(rows), True
-    for job in _prompts(state, view, {key for key, _ in rows}):
+    for key in _prompts(state, view, {key for key, _ in rows}):
         if left <= 0:
             break
-        is_waiting = any(job is other for other in state.waiting)
+        job = next(job for job in (*state.running, *state.waiting) if job.key == key)
+        is_waiting = job in state.waiting
         if is_waiting and not (may_admit and len(state.running) < state.limits.running):
+            continue
+        if is_waiting and _is_on_its_way(state, view, job):
             continue
         found = _feed(state, view, job, rows, left)
         if found is not None:
@@ -378,8 +413,8 @@ def _add_prompts(state: SchedulerState, view: View, rows: Rows) -> tuple[Schedul
     return state, view, rows
 
 
-def _prompts(state: SchedulerState, view: View, decoding: set[int]) -> list[Job]:
-    """Order the jobs that have a prompt to be fed: the oldest and those passed too often, short ones, the others."""
+def _prompts(state: SchedulerState, view: View, decoding: set[int]) -> list[int]:
+    """Order the keys of jobs that have a prompt to be fed: the oldest and those passed too often, short ones, the others."""
     jobs = sorted((job for job in (*state.running, *state.waiting) if job.key not in decoding), key=lambda job: job.key)
 
     def rank(job: Job) -> int:
@@ -389,7 +424,7 @@ def _prompts(state: SchedulerState, view: View, decoding: set[int]) -> list[Job]
         n_unfed = len(job.prompt) if progress is None else progress.n_tokens - progress.n_cached
         return 1 if n_unfed <= UNIT else 2
 
-    return sorted(jobs, key=rank)
+    return [job.key for job in sorted(jobs, key=rank)]
 
 
 def _feed(
@@ -408,9 +443,10 @@ def _feed(
     most = min(left, max(UNIT, left // 2 // UNIT * UNIT))
     if n_unfed > most and left < UNIT:
         return None
-    limit, last = min(n_unfed, most), _last_point(state, opened)
-    if state.limits.points and progress.n_cached < last:
-        limit = min(limit, last - progress.n_cached)  # stop where a point can be held
+    limit = min(n_unfed, most)
+    if state.limits.points:  # stop where a point can be held
+        stops = [n - progress.n_cached for n in (_last_point(state, opened), *_partings(state, opened))]
+        limit = min([limit, *(n for n in stops if n > 0)])
     row = (job.key, max(limit, UNIT))
     if not view.fits((*rows, row)):
         return None
@@ -424,9 +460,7 @@ def _feed(
 
 def _open(state: SchedulerState, view: View, job: Job) -> tuple[Job, SchedulerState, View] | None:
     """Admit a job on top of the longest held prefix of its prompt."""
-    points = state.points if job.may_reuse else ()
-    usable = [one for one in points if len(one.ids) < len(job.prompt) and job.prompt[: len(one.ids)] == one.ids]
-    point = max(usable, key=lambda one: len(one.ids), default=None)
+    point = _longest_point(state, job)
     opened = view.open(job.key, job.prompt, None if point is None else point.key)
     if opened is None:
         return None
@@ -435,3 +469,10 @@ def _open(state: SchedulerState, view: View, job: Job) -> tuple[Job, SchedulerSt
         state = attrs.evolve(state, points=tuple(renewed if one is point else one for one in state.points))
     n_cached = 0 if point is None else len(point.ids)
     return attrs.evolve(job, is_open=True, n_cached=n_cached), state, opened
+
+
+def _longest_point(state: SchedulerState, job: Job) -> Point | None:
+    """Find the longest held prefix that a prompt begins with and does not end with."""
+    points = state.points if job.may_reuse else ()
+    usable = [one for one in points if len(one.ids) < len(job.prompt) and job.prompt[: len(one.ids)] == one.ids]
+    return max(usable, key=lambda one: len(one.ids), default=None)

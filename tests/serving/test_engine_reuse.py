@@ -40,6 +40,36 @@ def test_a_repeated_prompt_is_cached_and_says_the_same() -> None:
     serve(MODEL, LIMITS, talk)
 
 
+def test_a_common_beginning_is_fed_twice_at_most() -> None:
+    """Prompts that part after a common beginning: the second to come leaves a point where they part, others use it."""
+
+    async def talk(engine: Engine) -> None:
+        beginning = ids_of(140, seed=1)
+        prompts = [(*beginning, *ids_of(140, seed=2 + i)) for i in range(4)]
+        replies = [await heard(engine.submit(Ask(prompt_ids=prompt, params=greedy(3)))) for prompt in prompts]
+        assert [end.n_cached for _, end in replies] == [0, 0, 128, 128]
+        assert [said for said, _ in replies] == [run_alone(MODEL, prompt, 2)[0] for prompt in prompts]
+
+    serve(MODEL, attrs.evolve(LIMITS, points=6), talk)
+
+
+def test_prompts_that_come_together_wait_for_their_common_beginning() -> None:
+    """Of many equal prompts at once one is fed, and of many that begin alike the beginning, once; all say the same."""
+
+    async def talk(engine: Engine) -> None:
+        same, beginning = tuple(ids_of(300)), ids_of(130, seed=1)
+        alike = [(*beginning, *ids_of(20 + i, seed=2 + i)) for i in range(4)]
+        prompts = [*[same] * 5, *alike]
+        streams = [engine.submit(Ask(prompt_ids=prompt, params=greedy(3))) for prompt in prompts]
+        replies = await asyncio.gather(*map(heard, streams))
+        assert [end.n_cached for _, end in replies] == [0, 256, 256, 256, 256, 0, 128, 128, 128]
+        assert [said for said, _ in replies] == [run_alone(MODEL, prompt, 2)[0] for prompt in prompts]
+        n_fed = engine.status().counters["fed_tokens"]
+        assert n_fed == sum(map(len, prompts)) - 4 * 256 - 3 * 128 + 2 * len(prompts)
+
+    serve(MODEL, attrs.evolve(LIMITS, running=9, budget=9 + 512, tokens=4000, points=6), talk)
+
+
 def test_reuse_can_be_switched_off() -> None:
     """Without points nothing is taken over, and replies are the same."""
 

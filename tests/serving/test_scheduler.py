@@ -119,6 +119,8 @@ def run(wishes: Sequence[Wish], capacity: ps.Capacity, limits: Limits, most_turn
         state, plan = schedule(state, events, pool)
         assert (again[1].rows, again[1].cancelled, again[1].failed) == (plan.rows, plan.cancelled, plan.failed)
         assert before[1] is pool.state
+        assert len(state.running) <= limits.running
+        assert len(state.points) <= limits.points
         assert plan.rows or not (state.running or state.waiting), "some step is made as long as somebody waits"
         require_order_of_retraction(before[0], pool, state, plan)
         events = []
@@ -162,15 +164,22 @@ def require_nothing_left(out: Outcome, capacity: ps.Capacity) -> None:
         assert len(getattr(table, name)) == len(getattr(empty, name))
 
 
+LENGTHS = (1, 5, 100, 128, 129, 140, 257, 400)
 TEXTS = tuple(tuple(ids_of(600, seed=seed)) for seed in range(3))
 
 
 @st.composite
 def wishes(draw: st.DrawFn, longest: int = 400) -> list[Wish]:
     """Draw requests in order of arrival, some of them with a common prefix, some cancelled."""
+
+    def prompt() -> tuple[int, ...]:
+        beginning, rest = draw(st.sampled_from(TEXTS)), draw(st.sampled_from(TEXTS))
+        parting, length = draw(st.sampled_from((0, 140, 256))), draw(st.sampled_from(LENGTHS))
+        return (beginning[:parting] + rest[parting:])[: min(length, longest)]
+
     asked = [
         Wish(
-            prompt=draw(st.sampled_from(TEXTS))[: draw(st.sampled_from((1, 5, 100, 128, 129, 140, 257, longest)))],
+            prompt=prompt(),
             n_new=draw(st.integers(1, 40)),
             arrives=draw(st.integers(0, 12)),
             cancelled=draw(st.none() | st.none() | st.none() | st.integers(0, 25)),
