@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..model.model import Model
+from ..model.scratch import step_scratch
 from .engine import Engine, EngineLimits
 from .info import show_bytes
 from .protocol_site import Settings
@@ -88,7 +89,10 @@ def memory_table(model: Model, limits: EngineLimits, pool_bytes: Mapping[str, in
     for name, size in pool_bytes.items():
         table.add_row(f"cache {name}", show_bytes(size), reach if name == next(iter(pool_bytes)) else "")
     context = min(limits.context, limits.tokens)
-    table.add_row("in all", show_bytes(weights + sum(pool_bytes.values())), f"context {context:,} tokens")
+    scratch = step_scratch(model.config, model.dtype, tokens=limits.budget, rows=limits.running, context=context)
+    table.add_row("scratch of a step, at most", show_bytes(scratch), f"{limits.budget:,} tokens a step")
+    total = weights + sum(pool_bytes.values()) + scratch
+    table.add_row("in all", show_bytes(total), f"context {context:,} tokens")
     table.caption, table.caption_justify = _reuse_line(limits), "left"
     return table
 

@@ -39,7 +39,7 @@ def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Server, st
 def test_the_command_serves_until_it_is_told_to_stop() -> None:
     """The process shows its memory and address, answers, logs one line of JSON a request, and ends well on SIGTERM."""
     with started("--port", "0", *ARGUMENTS) as (process, server, heard):
-        for expected in ("weights", "cache swa", "in all", "reused from 128 tokens on"):
+        for expected in ("weights", "cache swa", "scratch of a step", "in all", "reused from 128 tokens on"):
             assert expected in heard
         reply = server.post("/v1/completions", {"model": "tiny", "prompt": "And God", "max_tokens": 3})
         assert reply.json["usage"]["completion_tokens"] == 3
