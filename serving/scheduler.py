@@ -414,7 +414,7 @@ def _add_prompts(state: SchedulerState, view: View, rows: Rows) -> tuple[Schedul
 
 
 def _prompts(state: SchedulerState, view: View, decoding: set[int]) -> list[int]:
-    """Order the keys of jobs that have a prompt to be fed: the oldest and those passed too often, short ones, the others."""
+    """Order the keys of jobs with a prompt to be fed: the oldest and those passed too often, short ones, the others."""
     jobs = sorted((job for job in (*state.running, *state.waiting) if job.key not in decoding), key=lambda job: job.key)
 
     def rank(job: Job) -> int:
