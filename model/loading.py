@@ -19,6 +19,7 @@ from ..state.parallel import Parallel
 from .checkpoint import read_checkpoint
 from .model import Model
 from .params import CompressorParams, LayerParams, Params
+from .stop_tokens import stop_tokens
 
 __all__ = ["build_model", "load_model", "model_folder"]
 
@@ -48,7 +49,8 @@ def load_model(
     """Load a DeepSeek-V4 checkpoint.
 
     Args:
-        path: "tiny", or a folder with ``config.json``, ``*.safetensors`` and perhaps ``tokenizer.json``.
+        path: "tiny", or a folder with ``config.json``, ``*.safetensors`` and perhaps ``tokenizer.json``,
+            ``tokenizer_config.json`` and ``generation_config.json``, of which the tokens that end a text are read.
         dtype: "float32" or "bfloat16"; default the checkpoint's own.
         numerics: default ``Numerics.plain()`` in float32 and ``Numerics.official()`` in bfloat16.
         kernels: "reference" or "fused"; default the fastest that the device and the numerics have.
@@ -67,6 +69,7 @@ def load_model(
     config, params = read_checkpoint(folder, dtype=chosen, progress=progress)
     tokenizer_file = folder / "tokenizer.json"
     tokenizer = _read_tokenizer(tokenizer_file) if tokenizer_file.is_file() else None
+    config = attrs.evolve(config, eos_token_id=stop_tokens(folder, config, tokenizer))
     model = build_model(config, params, dtype=chosen or _dtype(config.torch_dtype), numerics=numerics, kernels=kernels)
     if chip is not None:
         raise ConfigError(

@@ -7,6 +7,7 @@ which it leaves to its user, is decided here for all protocols alike.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol, TypeVar
 
@@ -109,7 +110,7 @@ class ToolChoice:
 
 
 def convert(
-    make: Callable[[str], _Request], body: Mapping[str, Any], model: ChatModel, *, param: str
+    make: Callable[[str], _Request], body: Mapping[str, Any], model: ChatModel, *, param: str, format_param: str
 ) -> recipe.ConversationRequest:
     """Convert a request to a conversation.
 
@@ -117,14 +118,15 @@ def convert(
         make: the class of the request's protocol.
         body: what deepseek-recipe is to read of it.
         model: that is asked.
-        param: the field that holds the conversation, for complaints that name none.
+        param: the field that holds the conversation.
+        format_param: the field that holds the format of replies.
     Raises:
         ApiError: the request is not one, or its earlier calls cannot be framed.
     """
     try:
         call = make(json.dumps(body)).convert(model.options)
     except recipe.ConversionError as error:
-        raise _conversion_error(error) from error
+        raise _conversion_error(error, param, format_param) from error
     except ValueError as error:
         raise ApiError(str(error), param=param, code="invalid_value") from error
     _check_history(call.conversation, param)
@@ -166,12 +168,17 @@ def fresh_mask(
     return model.grammars.compile(rules, thinking=conversation.thinking_mode, param=param)
 
 
-def _conversion_error(error: recipe.ConversionError) -> ApiError:
+def _conversion_error(error: recipe.ConversionError, param: str, format_param: str) -> ApiError:
+    """Say what deepseek-recipe refused; it names no fields, so that its words have to tell them apart."""
     try:
         said = json.loads(error.body)["error"]
     except (ValueError, KeyError, TypeError):
         said = {"message": error.body}
-    return ApiError(said["message"], status=error.status_code, param=said.get("param"), code=said.get("code"))
+    if re.match("Invalid json schema", said["message"]):
+        param = format_param
+    elif re.search("function '|tools\\[|[Tt]ool names|custom tool", said["message"]):
+        param = "tools"
+    return ApiError(said["message"], status=error.status_code, param=param, code="invalid_value")
 
 
 def _check_history(conversation: recipe.Conversation, param: str) -> None:

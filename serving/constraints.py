@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import ceil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
+from math import ceil, lcm
 from typing import Any, Final
 
 import attrs
@@ -29,12 +30,15 @@ __all__ = ["Grammars", "ToolSpec", "choice_rule", "json_rule", "regex_rule", "to
 GRAMMAR_LIMIT: Final = 128 * 1024
 """Characters of a grammar. Larger ones take seconds to compile, and no schema written by a person comes near."""
 
+DIVISOR_LIMIT: Final = 10_000
+"""Least common multiple of a schema's ``multipleOf``, without powers of ten: grammars have a state per remainder."""
+
 _WHITE_SPACE: Final = r"\x0A?\x20{0,8}"
 """Between the parts of JSON: a line break and its indentation, never without end."""
 
 _LIMITS: Final = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-_NAME: Final = r"[^\"<>\n]+"
-"""Names that the markup can frame: it has no escapes."""
+_NAME: Final = r"[^\"<>\\\x00-\x20]+"
+"""Names that the markup can frame and the parser of replies can read: there are no escapes."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -94,9 +98,13 @@ class Grammars:
         matcher = llguidance.LLMatcher(
             self._tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0, limits=_LIMITS
         )
-        # Some grammars compile although they allow nothing at all; that shows when the first mask is made.
-        probe = matcher.deep_copy()
-        if not probe.is_error():
+        # Some grammars compile although they allow nothing at all, which shows when the first mask is made, or although
+        # they are too large, which shows at the next.
+        probe = matcher
+        for _ in range(2):
+            if probe.is_error():
+                break
+            probe = matcher.deep_copy()
             probe.compute_bitmask()
         if not probe.is_error():
             return lambda: _Follower(matcher.deep_copy(), self._n_words)
@@ -129,9 +137,16 @@ def _reason(matcher: llguidance.LLMatcher) -> str:
     return " ".join(matcher.get_error().split())[:200]
 
 
-def json_rule(schema: Mapping[str, Any]) -> str:
-    """Write the rule of a reply that is JSON of a schema; an empty schema allows any JSON."""
-    return f"answer: {_json(schema)}"
+def json_rule(schema: Mapping[str, Any], *, param: str) -> str:
+    """Write the rule of a reply that is JSON of a schema; an empty schema allows any JSON.
+
+    Args:
+        schema: the schema.
+        param: the field that it came in, for the complaint.
+    Raises:
+        ApiError: it would take too long to compile.
+    """
+    return f"answer: {_json(schema, param=param)}"
 
 
 def regex_rule(pattern: str) -> str:
@@ -159,19 +174,20 @@ def tools_rule(tools: Sequence[ToolSpec], marker: int, *, is_forced: bool, is_si
     """
     tag = f"<[{marker}]>"
     head = rf'answer: "\n\n<" {tag} calls' if is_forced else rf"answer: TEXT | BEFORE_CALLS {tag} calls"
-    more = "" if is_single else r' ("\n" invoke)*'
+    more = "" if is_single else r' ("\n<" invoke)*'
     rules = [
         head,
         "TEXT: /(?s:.*)/",
         r"BEFORE_CALLS: /(?s:.*)\n\n</",
         r"RAW: /(?s:.*)<\//",
-        rf'calls: "tool_calls>\n" invoke{more} "\n</" {tag} "tool_calls>"',
+        # Of two tokens of the grammar that fit the lexer takes the longer, so that both have to go on to the bracket.
+        rf'calls: "tool_calls>\n<" invoke{more} "\n</" {tag} "tool_calls>"',
         "invoke: " + " | ".join(f"tool{at}" for at in range(len(tools))),
     ]
     for at, tool in enumerate(tools):
         body = _arguments(tool, tag)
         opening = _quoted(f'invoke name="{_framed(tool.name)}">\n')
-        rules.append(f'tool{at}: "<" {tag} {opening} {body} "</" {tag} "invoke>"')
+        rules.append(f'tool{at}: {tag} {opening} {body} "</" {tag} "invoke>"')
     return "\n".join(rules)
 
 
@@ -197,6 +213,7 @@ def _argument(tool: ToolSpec, name: str, schema: Any, tag: str) -> str:
     if not isinstance(schema, Mapping):
         bad_request(f"tools: {tool.name}.{name}: expected a JSON Schema", "tools", "invalid_value")
     is_text = schema.get("type") == "string"
+    _refuse_rings(schema, tool.parameters, "tools")
     opening = _quoted(f'parameter name="{_framed(name)}" string="{"true" if is_text else "false"}">')
     if not is_text:
         shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
@@ -218,7 +235,7 @@ def _argument(tool: ToolSpec, name: str, schema: Any, tag: str) -> str:
 def _framed(name: str) -> str:
     if not re.fullmatch(_NAME, name) or "｜DSML｜" in name:
         bad_request(
-            f"tools: expected names without quotes, angle brackets and line breaks, got {name[:80]!r}",
+            f"tools: expected names without quotes, angle brackets, backslashes and white space, got {name[:80]!r}",
             "tools",
             "unsupported_constraint",
         )
@@ -229,10 +246,55 @@ def _is_texts(found: Any) -> bool:
     return isinstance(found, list) and bool(found) and all(isinstance(one, str) for one in found)
 
 
-def _json(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
+def _refuse_rings(schema: Any, root: Mapping[str, Any], param: str) -> None:
+    """Refuse references that lead to themselves and nowhere else: a call could begin that has no end."""
+    for inner in schema.values() if isinstance(schema, Mapping) else schema:
+        if isinstance(inner, Mapping | list):
+            _refuse_rings(inner, root, param)
+    seen, found = set(), schema
+    while isinstance(found, Mapping) and isinstance(reference := found.get("$ref"), str):
+        if reference in seen:
+            bad_request(
+                f"{param}: $ref: expected a schema, got {reference[:80]!r}, which leads to itself",
+                param,
+                "unsupported_constraint",
+            )
+        seen.add(reference)
+        found = _referred(root, reference)
+
+
+def _referred(root: Mapping[str, Any], reference: str) -> Any:
+    """Follow a reference within a document; None where it leads elsewhere."""
+    found: Any = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
+
+
+def _json(schema: Mapping[str, Any], *, lenient: bool = False, param: str = "tools") -> str:
     """Write a JSON value of a schema; leniently, keywords that cannot be enforced are left out."""
+    if lcm(*_divisors(schema)) > DIVISOR_LIMIT:
+        bad_request(
+            f"{param}: expected no multipleOf beyond {DIVISOR_LIMIT}, all of them together; leave it out",
+            param,
+            "unsupported_constraint",
+        )
     options = {"whitespace_pattern": _WHITE_SPACE, "lenient": lenient}
     return "%json " + json.dumps({**schema, "x-guidance": options})
+
+
+def _divisors(schema: Any) -> Iterator[int]:
+    """Yield the digits of every ``multipleOf`` in a schema, without the zeros that cost a grammar nothing."""
+    if isinstance(schema, Mapping):
+        divisor = schema.get("multipleOf")
+        if isinstance(divisor, int | float) and not isinstance(divisor, bool):
+            digits = "".join(map(str, Decimal(str(divisor)).as_tuple().digits))
+            yield int(digits.strip("0") or 1)
+        for inner in schema.values():
+            yield from _divisors(inner)
+    elif isinstance(schema, list):
+        for inner in schema:
+            yield from _divisors(inner)
 
 
 def _quoted(text: str) -> str:

@@ -34,7 +34,9 @@ _PAGES: Final[Mapping[str, tuple[str, str]]] = {
 _ABOUT: Final = """Fields that are not described here are ignored; a field that is null counts as left out; a described
 field of the wrong type or range is refused with 400 and its name. With "stream" replies come as server-sent events.
 Every choice reports its "seed", and "system_fingerprint" names the model, whose numeric choices /v1/models has: both
-together make the same reply again. Token counts include the token that ends a reply."""
+together make the same reply again. Token counts include the token that ends a reply. Images and documents in messages
+become the words by which DeepSeek's encoder tells the model that it cannot see them. Settings that only steer a hosted
+service (service_tier, store, metadata, prompt_cache_key and the like) are among the ignored fields."""
 
 _ERRORS: Final[Mapping[str, str]] = {
     "400": "Refused; the error names the field.",
@@ -44,6 +46,7 @@ _ERRORS: Final[Mapping[str, str]] = {
     "413": "The body is too large.",
     "429": "Too many requests wait; Retry-After says when to ask again.",
     "431": "The headers are too large.",
+    "500": "The engine failed; the log has more.",
     "503": "The server is shutting down, not ready, or stalled.",
 }
 
@@ -65,14 +68,15 @@ _ERROR_SCHEMA: Final[Schema] = {
 }
 
 
-def describe(*, has_key: bool) -> dict[str, Any]:
+def describe(*, model: str, has_key: bool) -> dict[str, Any]:
     """Describe the server in OpenAPI 3.1.
 
     Args:
+        model: what requests call the model.
         has_key: whether requests need an API key.
     """
-    paths: dict[str, Any] = {path: {"post": _posted(*found)} for path, found in _BODIES.items()}
-    paths |= {path: {"get": _page(path, *found)} for path, found in _PAGES.items()}
+    paths: dict[str, Any] = {path: {"post": _posted(model, *found)} for path, found in _BODIES.items()}
+    paths |= {path: {"get": _page(model, path, *found)} for path, found in _PAGES.items()}
     components: dict[str, Any] = {"schemas": {"Error": _ERROR_SCHEMA}}
     found: dict[str, Any] = {
         "openapi": "3.1.0",
@@ -86,23 +90,35 @@ def describe(*, has_key: bool) -> dict[str, Any]:
     return found
 
 
-def _posted(body: Schema, summary: str) -> dict[str, Any]:
+def _posted(model: str, body: Schema, summary: str) -> dict[str, Any]:
+    needed, fields = body["required"], dict(body["properties"])
+    if "model" in fields:
+        fields["model"] = {"enum": [model]}
+    fields = {name: one if name in needed or "not" in one else _or_null(one) for name, one in fields.items()}
+    kinds = ("application/json", *(("text/event-stream",) if "stream" in fields else ()))
     return {
         "summary": summary,
-        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-        "responses": {"200": _answer("application/json", "Done."), **_refusals()},
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": {**body, "properties": fields}}},
+        },
+        "responses": {"200": _answer(*kinds), **_refusals()},
     }
 
 
-def _page(path: str, kind: str, summary: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"summary": summary, "responses": {"200": _answer(kind, "Done."), **_refusals()}}
+def _or_null(field: Schema) -> Schema:
+    return {"anyOf": [field, {"type": "null"}]}
+
+
+def _page(model: str, path: str, kind: str, summary: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"summary": summary, "responses": {"200": _answer(kind), **_refusals()}}
     if "{name}" in path:
-        found["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+        found["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"enum": [model]}}]
     return found
 
 
-def _answer(kind: str, meaning: str) -> dict[str, Any]:
-    return {"description": meaning, "content": {kind: {}}}
+def _answer(*kinds: str) -> dict[str, Any]:
+    return {"description": "Done.", "content": {kind: {} for kind in kinds}}
 
 
 def _refusals() -> dict[str, Any]:

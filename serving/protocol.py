@@ -15,7 +15,8 @@ from ..state.errors import PurestepError
 __all__ = ["ApiError", "Schema", "bad_request", "check_body", "error_body", "parse_body", "without_nulls"]
 
 Schema = Mapping[str, Any]
-"""A description of a value: ``type``, ``enum``, ``anyOf``, limits, ``items``, ``properties``, ``required``."""
+"""A description of a value: ``type``, ``enum``, ``anyOf``, limits, ``items``, ``properties``, ``required``;
+``not`` with a ``description`` is a field that is known and not supported."""
 
 NESTING_LIMIT: Final = 100
 """Levels of lists and objects in a body; far above what any request needs, below what parsers can recurse."""
@@ -94,6 +95,8 @@ def check_body(schema: Schema, body: Any, path: str = "") -> None:
     Raises:
         ApiError: the first difference, by the name of its field.
     """
+    if "not" in schema:
+        bad_request(f"{path}: {schema['description']}", path, "unsupported_parameter")
     if "anyOf" in schema:
         _check_any(schema["anyOf"], body, path)
         return
@@ -101,7 +104,8 @@ def check_body(schema: Schema, body: Any, path: str = "") -> None:
     kinds = (kinds,) if isinstance(kinds, str) else kinds
     if kinds and not any(_IS[kind](body) for kind in kinds):
         _refuse(path, " or ".join(kinds), body)
-    if "enum" in schema and body not in schema["enum"]:
+    # To Python 0 and False are equal, to JSON they are not.
+    if "enum" in schema and not any(type(one) is type(body) and one == body for one in schema["enum"]):
         _refuse(path, "one of " + ", ".join(map(repr, schema["enum"])), body)
     for keyword, (fits, words) in _LIMITS.items():
         if keyword in schema and _is_measurable(keyword, body) and not fits(body, schema[keyword]):

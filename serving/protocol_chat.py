@@ -59,7 +59,13 @@ def read_chat(body: Mapping[str, Any], model: ChatModel) -> ChatRequest:
         ApiError: the first field that cannot be honoured.
     """
     check_body(CHAT, body)
-    call = convert(recipe.ChatCompletionRequest, _for_recipe(body, model), model, param="messages")
+    call = convert(
+        recipe.ChatCompletionRequest,
+        _for_recipe(body, model),
+        model,
+        param="messages",
+        format_param="response_format",
+    )
     rules = _format_rules(body.get("response_format", {"type": "text"}))
     mask = fresh_mask(model, call.conversation, rules, _tool_choice(body), param="response_format")
     ids = encode(call, model)
@@ -142,14 +148,14 @@ def _format_rules(wanted: Mapping[str, Any]) -> str | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return json_rule({"type": "object"})
+        return json_rule({"type": "object"}, param=field)
     if kind == "json_schema":
         schema = wanted.get("json_schema", {}).get("schema", {})
         if not isinstance(schema, dict):
             bad_request(
                 f"{field}.json_schema.schema: expected an object", f"{field}.json_schema.schema", "invalid_value"
             )
-        return json_rule(schema)
+        return json_rule(schema, param=field)
     if kind not in wanted:
         bad_request(f"{field}.{kind}: expected this field, got none", f"{field}.{kind}", "missing_required_parameter")
     return regex_rule(wanted["regex"]) if kind == "regex" else choice_rule(wanted["choice"])

@@ -59,7 +59,7 @@ def read_response(body: Mapping[str, Any], model: ChatModel) -> EventRequest:
     """
     check_body(RESPONSES, body)
     given = _plain_choice(body, {"none"})
-    call = convert(recipe.ResponsesRequest, given, model, param="input")
+    call = convert(recipe.ResponsesRequest, given, model, param="input", format_param="text.format")
     choice = body.get("tool_choice", "auto")
     is_single = body.get("parallel_tool_calls") is False
     named = ToolChoice("required", _name(choice), is_single=True) if isinstance(choice, dict) else None
@@ -104,7 +104,7 @@ def read_message(body: Mapping[str, Any], model: ChatModel) -> EventRequest:
     given = {name: one for name, one in body.items() if name not in {*_SAMPLING, "tool_choice", "output_format"}}
     if choice["type"] == "none":
         given["tool_choice"] = {"type": "none"}
-    call = convert(recipe.MessagesRequest, given, model, param="messages")
+    call = convert(recipe.MessagesRequest, given, model, param="messages", format_param="output_config.format")
     mode = {"any": "required", "tool": "required"}.get(choice["type"], choice["type"])
     name = _name(choice) if choice["type"] == "tool" else None
     wanted = body.get("output_config", {}).get("format", body.get("output_format"))
@@ -139,7 +139,7 @@ def _ask(
     schema: Mapping[str, Any] | None,
     param: str,
 ) -> Ask:
-    rules = None if schema is None else json_rule(schema)
+    rules = None if schema is None else json_rule(schema, param=param)
     mask = fresh_mask(model, call.conversation, rules, choice, param=param)
     ids = encode(call, model)
     params = sampling_params(

@@ -69,6 +69,17 @@ _SHARED: Final[Mapping[str, Schema]] = {
     "user": _TEXT,
 }
 
+_NO_CONSTRAINT: Final = {
+    name: {"not": {}, "description": "Not supported; use response_format of /v1/chat/completions."}
+    for name in (
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+        *("regex", "ebnf", "json_schema", "grammar"),
+    )
+}
+"""Constraints as other servers' clients ask for them: to ignore them would give replies that seem to obey."""
+
+_NO_STATE: Final = {"not": {}, "description": "Not supported: nothing is kept of earlier replies."}
+
 COMPLETION: Final[Schema] = {
     "type": "object",
     "required": ["model", "prompt"],
@@ -88,6 +99,8 @@ COMPLETION: Final[Schema] = {
         "logprobs": {"type": "integer", "minimum": 0, "maximum": TOP_LOGPROBS_LIMIT},
         "best_of": {"type": "integer", "minimum": 1, "description": "Only as many as n."},
         "suffix": {"type": "string", "maxLength": 0, "description": "Not supported."},
+        "response_format": _NO_CONSTRAINT["guided_json"],
+        **_NO_CONSTRAINT,
     },
 }
 """Body of ``POST /v1/completions``."""
@@ -117,15 +130,39 @@ CHAT: Final[Schema] = {
         "max_completion_tokens": {"type": "integer", "minimum": 1},
         "logprobs": _FLAG,
         "top_logprobs": {"type": "integer", "minimum": 0, "maximum": TOP_LOGPROBS_LIMIT},
-        "tools": {"type": "array", "items": _OBJECT},
+        "tools": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["type", "function"],
+                "properties": {
+                    "type": {"enum": ["function"]},
+                    "function": {
+                        "type": "object",
+                        "required": ["name"],
+                        "properties": {
+                            "name": _TEXT,
+                            "description": {"type": ["string", "null"]},
+                            "parameters": _OBJECT,
+                            "strict": {"type": ["boolean", "null"]},
+                        },
+                    },
+                },
+            },
+        },
         "tool_choice": {"anyOf": [{"type": "string", "enum": ["auto", "none", "required"]}, _OBJECT]},
+        "parallel_tool_calls": _FLAG,
         "functions": {"type": "array", "maxItems": 0, "description": "Not supported; use tools."},
+        "function_call": {"not": {}, "description": "Not supported; use tool_choice."},
         "modalities": {"type": "array", "items": {"enum": ["text"]}},
         "response_format": {
             "type": "object",
             "required": ["type"],
             "properties": {
-                "type": {"enum": ["text", "json_object", "json_schema", "regex", "choice"]},
+                "type": {
+                    "enum": ["text", "json_object", "json_schema", "regex", "choice"],
+                    "description": "With json_object the messages must say the word JSON, as OpenAI's service wants.",
+                },
                 "json_schema": _OBJECT,
                 "regex": _TEXT,
                 "choice": {
@@ -143,6 +180,7 @@ CHAT: Final[Schema] = {
         },
         "reasoning_effort": {"enum": ["none", "minimal", "low", "medium", "high", "xhigh", "max"]},
         "chat_template_kwargs": {"type": "object", "properties": {"thinking": _FLAG, "enable_thinking": _FLAG}},
+        **_NO_CONSTRAINT,
     },
 }
 """Body of ``POST /v1/chat/completions``."""
@@ -172,6 +210,10 @@ RESPONSES: Final[Schema] = {
         "text": _OBJECT,
         "background": {"enum": [False], "description": "Replies are not kept."},
         "previous_response_id": {**_TEXT, "maxLength": 0, "description": "Not supported: replies are not kept."},
+        "user": _TEXT,
+        "conversation": _NO_STATE,
+        "prompt": _NO_STATE,
+        **_NO_CONSTRAINT,
     },
 }
 """Body of ``POST /v1/responses``."""
@@ -223,6 +265,10 @@ MESSAGES: Final[Schema] = {
                 "disable_parallel_tool_use": _FLAG,
             },
         },
+        "metadata": {"type": "object", "properties": {"user_id": {"type": ["string", "null"]}}},
+        "mcp_servers": {"type": "array", "maxItems": 0, "description": "Not supported."},
+        "container": _NO_STATE,
+        **_NO_CONSTRAINT,
     },
 }
 """Body of ``POST /v1/messages``."""

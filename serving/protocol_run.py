@@ -8,8 +8,8 @@ from typing import Any, Final, Protocol
 
 import attrs
 
-from .asks import Ask, Ended, Sampled
-from .protocol import ApiError
+from .asks import CONSTRAINT_ERROR, Ask, Ended, Sampled
+from .protocol import ApiError, bad_request
 
 __all__ = ["Submits", "Tally", "TokenStream", "check_end", "finite", "listen", "submit_all", "usage"]
 
@@ -114,6 +114,9 @@ def check_end(event: Ended, *, is_cancelled: bool) -> None:
         event: how it ended.
         is_cancelled: whether this request itself asked for the end.
     """
+    if event.reason == "error" and (event.error or "").startswith(CONSTRAINT_ERROR):
+        # Some grammars turn out to be too large only on the way; that is the request's fault and not the server's.
+        bad_request(f"this constraint cannot be enforced: {event.error}", None, "unsupported_constraint")
     if event.reason == "error":
         raise ApiError(f"the engine could not go on: {event.error}", status=500, code="engine_error")
     if event.reason == "abort" and not is_cancelled:

@@ -40,6 +40,7 @@ class Settings:
         api_key: that requests must carry; None lets everybody in.
         body_bytes: of a request at most.
         read_seconds: for a request's body to arrive.
+        idle_seconds: for a connection's next request to begin and its headers to arrive; then it is closed.
         stall_seconds: without progress after which the server calls itself unhealthy.
         drain_seconds: for running requests to end at shutdown.
         log: takes one record for every request; None for no log.
@@ -52,6 +53,7 @@ class Settings:
     api_key: str | None = None
     body_bytes: int = 4 * 1024 * 1024
     read_seconds: float = 30.0
+    idle_seconds: float = 75.0
     stall_seconds: float = 60.0
     drain_seconds: float = 30.0
     log: Callable[[Mapping[str, Any]], None] | None = None

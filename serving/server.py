@@ -20,6 +20,7 @@ from ..model.model import Model
 from ..state.errors import ConfigError
 from .asks import Ask
 from .chat import ChatModel, chat_model
+from .engine import EngineStatus
 from .metrics import MeasuredEngine, Metrics
 from .openapi import describe
 from .page import PAGE, live_record
@@ -123,6 +124,7 @@ async def serve(
         max_field_size=4 * HEADER_BYTES,
         max_headers=4 * HEADER_COUNT,
         lingering_time=1.0,
+        keepalive_timeout=served.settings.idle_seconds,
         shutdown_timeout=served.settings.drain_seconds,
     )
     await runner.setup()
@@ -209,6 +211,7 @@ async def _read(request: web.Request, read: Callable[[dict[str, Any]], _T]) -> t
     served = request.app[SERVED]
     if served.draining.is_set():
         raise ApiError("the server is shutting down; ask again later", status=503, code="shutting_down", retry_after=5)
+    _living(served)
     raw = await raw_body(request)
 
     def work() -> tuple[dict[str, Any], _T]:
@@ -388,12 +391,20 @@ async def _detokenize(request: web.Request) -> web.Response:
 async def _health(request: web.Request) -> web.Response:
     """Say whether the engine gets on: it has nothing to do, or did something lately."""
     served = request.app[SERVED]
-    silent = served.engine.status().seconds_since_progress
+    silent = _living(served).seconds_since_progress
     if silent is not None and silent > served.settings.stall_seconds:
         raise ApiError(
             f"the engine has work and made no progress for {silent:.1f} seconds", status=503, code="engine_stalled"
         )
     return json_response({"status": "ok", "seconds_since_progress": silent})
+
+
+def _living(served: Served) -> EngineStatus:
+    """Return the engine's status, or raise where it is gone."""
+    status = served.engine.status()
+    if status.failure is not None:
+        raise ApiError(f"the engine has ended: {status.failure}", status=503, code="engine_dead")
+    return status
 
 
 async def _ready(request: web.Request) -> web.Response:
@@ -410,7 +421,8 @@ async def _metrics(request: web.Request) -> web.Response:
 
 
 async def _openapi(request: web.Request) -> web.Response:
-    return json_response(describe(has_key=request.app[SERVED].settings.api_key is not None))
+    settings = request.app[SERVED].settings
+    return json_response(describe(model=settings.name, has_key=settings.api_key is not None))
 
 
 async def _page(request: web.Request) -> web.Response:

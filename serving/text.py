@@ -20,6 +20,9 @@ __all__ = ["TextStream", "Vocabulary", "cut_at_stop", "read_vocabulary"]
 _PRINTED_AS_THEMSELVES: Final = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 """Bytes that the alphabet writes as the character of their number; the others follow from 0x100 on, in order."""
 
+_BROKEN: Final = "\ufffd"
+"""Stands for bytes that are no UTF-8."""
+
 
 def _alphabet() -> dict[str, int]:
     others = [byte for byte in range(256) if byte not in _PRINTED_AS_THEMSELVES]
@@ -118,7 +121,11 @@ class TextStream:
         """Whether a stop string was met; nothing is said after it."""
 
     def push(self, token_id: int) -> str:
-        """Take a token and return what can be said for certain: whole characters that begin no stop string."""
+        """Take a token and return what can be said for certain: whole characters that begin no stop string.
+
+        Bytes that are no character become U+FFFD, once a character follows: at the end they are left out, here as in
+        the replies of chats, whose text deepseek-recipe puts together.
+        """
         if self.is_stopped:
             return ""
         new = self._decoder.decode(self._vocabulary.spoken(token_id))
@@ -128,12 +135,13 @@ class TextStream:
         self.is_stopped = end is not None
         if end is None:
             end = len(text) - max(map(len, _beginnings(text, self._stops)), default=0)
+            end = min(end, len(text.rstrip(_BROKEN)))
         self._held = "" if self.is_stopped else text[end:]
         return text[:end]
 
     def finish(self) -> str:
-        """Return what was held back, as no more tokens come; a character that lacks bytes is left out."""
-        rest, self._held = self._held, ""
+        """Return what was held back, as no more tokens come; bytes at the end that are no character are left out."""
+        rest, self._held = self._held.rstrip(_BROKEN), ""
         return rest
 
 

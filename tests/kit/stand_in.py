@@ -79,7 +79,7 @@ class StandIn:
         while True:
             if stream.is_cancelled.is_set():
                 self.n_aborts += 1
-                stream.events.put_nowait(Ended(reason="abort", n_cached=3))
+                stream.events.put_nowait(Ended(reason="abort", n_cached=3, prompt_logprobs=_flat_scores(ask)))
                 return
             try:
                 event = await asyncio.to_thread(next, source)
@@ -119,11 +119,15 @@ def prefer(choose: Callable[[Ask, tuple[int, ...], Sequence[int] | None], int], 
             top = ((token_id, -0.5), (2, -float("inf"))) if ask.params.logprobs else ()
             yield Sampled(token_id=token_id, logprob=None if ask.params.logprobs is None else -0.5, top=top)
             if token_id in (*ask.params.stop_token_ids, *(() if ask.params.ignore_eos else (1,))):
-                yield Ended(reason="stop", n_cached=3)
+                yield Ended(reason="stop", n_cached=3, prompt_logprobs=_flat_scores(ask))
             if len(outputs) == ask.params.max_new_tokens:
-                yield Ended(reason="length", n_cached=3)
+                yield Ended(reason="length", n_cached=3, prompt_logprobs=_flat_scores(ask))
 
     return source
+
+
+def _flat_scores(ask: Ask) -> tuple | None:
+    return None if ask.prompt_logprobs is None else ((None, ()), *[(-0.5, ())] * (len(ask.prompt_ids) - 1))
 
 
 def say(ids: Sequence[int], *, pause: float = 0.0) -> Source:

@@ -142,18 +142,6 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
     assert client.models.retrieve("tiny").id == "tiny"
 
 
-def test_health_during_a_long_prompt(client: openai.OpenAI, server: Server) -> None:
-    """While long prompts are fed, /health answers at once."""
-    with ThreadPoolExecutor(3) as pool:
-        busy = [pool.submit(complete, client, prompt=f"{n} {LONG}", max_tokens=2) for n in range(3)]
-        times = []
-        while not all(one.done() for one in busy):
-            began = time.monotonic()
-            assert server.get("/health").status == 200
-            times.append(time.monotonic() - began)
-    assert sorted(times)[len(times) // 2] < 0.1
-
-
 def test_clients_that_leave_free_their_pages(client: openai.OpenAI, server: Server) -> None:
     """After a client has closed its stream, the engine still answers others as ever."""
     stream = complete(client, stream=True, max_tokens=400, extra_body={"ignore_eos": True})

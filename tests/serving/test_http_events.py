@@ -199,6 +199,7 @@ BAD = [
     ("/v1/messages", {"output_format": {"type": "json_schema", "schema": {"if": {}}}}),
     ("/v1/messages", {"output_config": {"format": {"type": "poem"}}}),
     ("/v1/responses", {"input": None}), ("/v1/responses", {"input": []}), ("/v1/responses", {"background": True}),
+    ("/v1/responses", {"background": 0}),
     ("/v1/responses", {"tool_choice": "required"}), ("/v1/responses", {"tool_choice": {"type": "function"}}),
     ("/v1/responses", {"text": {"format": {"type": "poem"}}}), ("/v1/responses", {"tools": [7]}),
     ("/v1/responses", {"max_output_tokens": 0}), ("/v1/responses", {"input": "x " * 3000}),
