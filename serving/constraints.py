@@ -128,7 +128,7 @@ class _Follower:
         self._n_seen = len(outputs)
         bits = bytearray(self._matcher.compute_bitmask())
         if self._matcher.is_error():
-            raise RequestError(f"constraint: expected one that can be followed, got: {_reason(self._matcher)}")
+            raise RequestError(f"expected a constraint that can be followed, got: {_reason(self._matcher)}")
         # llguidance has room for one id more than the vocabulary.
         return torch.frombuffer(bits, dtype=torch.int32)[: self._n_words]
 

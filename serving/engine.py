@@ -28,7 +28,7 @@ from ..state.errors import CapacityError, ConfigError, PurestepError, RequestErr
 from ..state.invariants import check
 from ..step.extend import extend_step
 from ..step.requests import check_params, init_state
-from .asks import Ask, Ended, QueueFullError, Sampled, TokenLogprobs
+from .asks import CONSTRAINT_ERROR, Ask, Ended, QueueFullError, Sampled, TokenLogprobs
 from .pool import Pool
 from .scheduler import UNIT, Arrived, Cancelled, Event, Limits, Plan, Rows, SchedulerState, Stepped, schedule
 
@@ -132,6 +132,10 @@ class Stream:
         """Stop the generation; what was sampled already still comes, then ``Ended``. Doing it twice does nothing."""
         self._engine._post(Cancelled(key=self.key))
 
+    def finish(self) -> None:
+        """Stop the generation because the reply is complete: the same, but it ends with "stop" and is no abort."""
+        self._engine._finish(self.key)
+
     async def __aiter__(self) -> AsyncIterator[Sampled | Ended]:
         while True:
             item = await self._queue.get()
@@ -150,13 +154,21 @@ class _Reply:
         outputs: tokens sampled so far.
         n_cached: prompt tokens taken over.
         prompt_logprobs: of the prompt tokens so far, where asked for.
+        is_complete: whether its listener wants no more.
     """
 
     ask: Ask
     stream: Stream
+    is_complete: bool = False
     outputs: tuple[int, ...] = ()
     n_cached: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ((None, ()),)
+
+    def ended(self, end: Ended) -> Ended:
+        """Add to an end what the reply knows about it."""
+        reason = "stop" if end.reason == "abort" and self.is_complete else end.reason
+        logprobs = self.prompt_logprobs if self.ask.prompt_logprobs is not None else None
+        return attrs.evolve(end, reason=reason, n_cached=self.n_cached, prompt_logprobs=logprobs)
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -319,6 +331,11 @@ class Engine:
             ask, params=attrs.evolve(ask.params, max_new_tokens=room if most is None else min(most, room))
         )
 
+    def _finish(self, key: int) -> None:
+        if key in self._replies:
+            self._replies[key].is_complete = True
+            self._post(Cancelled(key=key))
+
     def _post(self, event: Event) -> None:
         self._events.append(event)
         self._wake.set()
@@ -369,10 +386,10 @@ class Engine:
                 self._counters["generated_tokens"] += 1
                 reply.stream._queue.put_nowait(item)
                 continue
-            logprobs = reply.prompt_logprobs if reply.ask.prompt_logprobs is not None else None
-            reply.stream._queue.put_nowait(attrs.evolve(item, n_cached=reply.n_cached, prompt_logprobs=logprobs))
-            self._counters["aborts"] += item.reason == "abort"
-            name = f"finished_{item.reason}"
+            end = reply.ended(item)
+            reply.stream._queue.put_nowait(end)
+            self._counters["aborts"] += end.reason == "abort"
+            name = f"finished_{end.reason}"
             self._counters[name] = self._counters.get(name, 0) + 1
             del self._replies[key]
         if turn.finished or turn.broken:
@@ -440,7 +457,7 @@ class Engine:
                 try:
                     bits = ask.mask(outputs)
                 except Exception as error:
-                    raise _Fault(key, f"constraint: {_say(error)}") from error
+                    raise _Fault(key, f"{CONSTRAINT_ERROR}{_say(error)}") from error
                 masks |= {} if bits is None else {pool.ids[key]: bits}
         wanted = [key for key, _ in plan.rows if asks[key][0].prompt_logprobs is not None and not asks[key][1]]
         state, out = extend_step(

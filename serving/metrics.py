@@ -117,6 +117,9 @@ class _MeasuredStream:
     def cancel(self) -> None:
         self._stream.cancel()
 
+    def finish(self) -> None:
+        self._stream.finish()
+
     async def __aiter__(self) -> AsyncIterator[Sampled | Ended]:
         last: float | None = None
         async for event in self._stream:

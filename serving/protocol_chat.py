@@ -184,7 +184,7 @@ async def chat_pieces(
         async for index, event in events:
             choice = choices[index]
             if isinstance(event, Ended):
-                check_end(event, is_cancelled=choice.is_stopped)
+                check_end(event)
                 cached.append(event.n_cached)
                 tally.n_cached = min(cached)
                 for piece in choice.end(event):
@@ -197,7 +197,7 @@ async def chat_pieces(
                 for piece in choice.hear(event):
                     yield piece
                 if choice.is_stopped:
-                    streams[index].cancel()
+                    streams[index].finish()
 
 
 class _Choice:

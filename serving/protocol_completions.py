@@ -125,7 +125,7 @@ async def completion_pieces(
         async for index, event in events:
             choice = choices[index]
             if isinstance(event, Ended):
-                check_end(event, is_cancelled=choice.is_stopped)
+                check_end(event)
                 cached.setdefault(index // request.n_each, []).append(event.n_cached)
                 tally.n_cached = sum(map(min, cached.values()))
                 for piece in choice.end(event):
@@ -136,7 +136,7 @@ async def completion_pieces(
                 for piece in choice.hear(event):
                     yield piece
                 if choice.is_stopped:
-                    streams[index].cancel()
+                    streams[index].finish()
 
 
 class _Choice:

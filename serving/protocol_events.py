@@ -253,7 +253,7 @@ class EventStream:
         async with aclosing(listen(streams)) as heard:
             async for _, item in heard:
                 if isinstance(item, Ended):
-                    check_end(item, is_cancelled=is_stopped)
+                    check_end(item)
                     tally.n_cached = item.n_cached
                     last += self._finished(item, is_stopped=is_stopped)
                 elif not is_stopped:
@@ -261,7 +261,7 @@ class EventStream:
                     is_stopped = self._parser.finished
                     if is_stopped:
                         # The counts in the last events are not known before the generation has ended.
-                        stream.cancel()
+                        stream.finish()
                         last, chunks = chunks, []
                     for event in self._written(chunks):
                         yield event

@@ -24,6 +24,8 @@ class TokenStream(Protocol):
 
     def cancel(self) -> None: ...
 
+    def finish(self) -> None: ...
+
 
 class Submits(Protocol):
     """Whatever generations can be asked of."""
@@ -107,17 +109,12 @@ async def listen(streams: Sequence[TokenStream]) -> AsyncGenerator[tuple[int, Sa
             task.cancel()
 
 
-def check_end(event: Ended, *, is_cancelled: bool) -> None:
-    """Raise where a generation ended otherwise than its request wanted.
-
-    Args:
-        event: how it ended.
-        is_cancelled: whether this request itself asked for the end.
-    """
+def check_end(event: Ended) -> None:
+    """Raise where a generation ended otherwise than its request wanted."""
     if event.reason == "error" and (event.error or "").startswith(CONSTRAINT_ERROR):
         # Some grammars turn out to be too large only on the way; that is the request's fault and not the server's.
         bad_request(f"this constraint cannot be enforced: {event.error}", None, "unsupported_constraint")
     if event.reason == "error":
         raise ApiError(f"the engine could not go on: {event.error}", status=500, code="engine_error")
-    if event.reason == "abort" and not is_cancelled:
+    if event.reason == "abort":
         raise ApiError("the server is shutting down; ask again later", status=503, code="shutting_down", retry_after=5)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import purestep as ps
 import torch
-from purestep.serving.asks import Ask, Ended, QueueFullError, Sampled
+from purestep.serving.asks import CONSTRAINT_ERROR, Ask, Ended, QueueFullError, Sampled
 from purestep.serving.engine import EngineStatus
 
 __all__ = ["StandIn", "prefer", "say", "step_by_step"]
@@ -21,6 +21,7 @@ class _Stream:
     def __init__(self, engine: StandIn) -> None:
         self.events: asyncio.Queue[Sampled | Ended] = asyncio.Queue()
         self.is_cancelled = threading.Event()
+        self.is_complete = False
         self._engine = engine
         self._is_over = False
 
@@ -36,6 +37,10 @@ class _Stream:
 
     def cancel(self) -> None:
         self.is_cancelled.set()
+
+    def finish(self) -> None:
+        self.is_complete = True
+        self.cancel()
 
 
 class StandIn:
@@ -78,13 +83,15 @@ class StandIn:
         source = self.source(ask)
         while True:
             if stream.is_cancelled.is_set():
-                self.n_aborts += 1
-                stream.events.put_nowait(Ended(reason="abort", n_cached=3, prompt_logprobs=_flat_scores(ask)))
+                self.n_aborts += not stream.is_complete
+                reason = "stop" if stream.is_complete else "abort"
+                stream.events.put_nowait(Ended(reason=reason, n_cached=3, prompt_logprobs=_flat_scores(ask)))
                 return
             try:
                 event = await asyncio.to_thread(next, source)
             except Exception as error:
-                event = Ended(reason="error", error=str(error))
+                of_constraint = CONSTRAINT_ERROR if isinstance(error, ps.RequestError) else ""
+                event = Ended(reason="error", error=f"{of_constraint}{error}")
             self.n_steps += 1
             stream.events.put_nowait(event)
             if isinstance(event, Ended):

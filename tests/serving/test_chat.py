@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,12 @@ class Terminal:
         found, self.heard = self.heard[: match.end()], self.heard[match.end() :]
         return found
 
+    def interrupt_prompt(self) -> None:
+        """Press Ctrl-C when the chat waits for a key; what comes just before that waits for the next key."""
+        time.sleep(1)
+        self.process.send_signal(signal.SIGINT)
+        self.until("> ")
+
     def write(self, text: str) -> None:
         """Press keys."""
         os.write(self.side, text.encode())
@@ -298,8 +305,7 @@ def test_a_terminal_edits_lines_stops_replies_and_ends(tmp_path: Path) -> None:
         terminal.write("/stats\n")
         terminal.until("interrupted")
         terminal.until("\n> ")
-        terminal.process.send_signal(signal.SIGINT)
-        terminal.until("> ")
+        terminal.interrupt_prompt()
         terminal.write("/undo\n")
         terminal.until("turns left: 0")
         terminal.until("> ")

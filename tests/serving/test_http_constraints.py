@@ -289,6 +289,7 @@ def test_nesting(site: Site, protocol: str) -> None:
         reply = site.server.ask("POST", PATHS[protocol], raw)
         assert reply.status == 400, reply.text
         assert "levels" in reply.text
+    site.engine.source = wishing(ids_of("}"))
     for wish in ({"schema": ring | {"required": ["a"]}}, {"tools": [Tool("f", ring | {"required": ["a"]})]}):
         reply = site.server.post(PATHS[protocol], body_of(protocol, **wish))
         assert reply.status == 400, reply.text
