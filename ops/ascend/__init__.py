@@ -1,0 +1,1 @@
+"""Kernels of Ascend NPUs: recorded schemas, and which package provides which operator."""
