@@ -221,7 +221,7 @@ def _compressor(
         can_write=can_write,
         saves_all=cache_mode == 1,
     )
-    pooled = _run(call, x, wkv, wgate, ape, state_cache.view(-1, state_cache.shape[-1]))
+    pooled = _run(site, call, x, wkv, wgate, ape, state_cache.view(-1, state_cache.shape[-1]))
     site.require(len(pooled) <= n_out, f"at most {n_out} closing groups", len(pooled))
     out = x.new_full((n_out, width), math.nan)
     if len(pooled):
@@ -232,7 +232,7 @@ def _compressor(
     return out
 
 
-def _run(call: _Call, x: Tensor, wkv: Tensor, wgate: Tensor, ape: Tensor, flat: Tensor) -> Tensor:
+def _run(site: Site, call: _Call, x: Tensor, wkv: Tensor, wgate: Tensor, ape: Tensor, flat: Tensor) -> Tensor:
     """Pool what closes, then save what stays: f32[C,D]."""
     k = x.float() @ wkv.float().t()
     s = x.float() @ wgate.float().t()
@@ -247,6 +247,8 @@ def _run(call: _Call, x: Tensor, wkv: Tensor, wgate: Tensor, ape: Tensor, flat: 
         for p, row in new.items():
             if call.saves_all or p // call.ratio * call.ratio >= oldest_needed:
                 saved.append((call.locate(request, p), row))
+    places = [place for place, _ in saved]
+    site.require(len(set(places)) == len(places), "one token per state row", places)
     # After every read: in a ring the oldest and the newest position may share a row.
     for place, row in saved:
         assert place is not None, "a new token has a position"
