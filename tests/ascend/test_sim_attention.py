@@ -366,6 +366,16 @@ def test_packed_rows_keep_what_fp8_keeps(seed: int, width: int) -> None:
     assert packed_width(512, 64) == 640
 
 
+def test_scales_that_are_powers_of_two_stay() -> None:
+    """A largest value of 448 times a power of two is coded as 448 exactly, one bit more takes the next scale."""
+    x = torch.zeros(2, WIDTH, dtype=BF16)
+    x[:, 0] = torch.tensor([448 * 2.0**-3, 450 * 2.0**-3])
+    rows = pack_rows(x, ROPE)
+    exponents = rows[:, WIDTH - ROPE + 2 * ROPE].tolist()
+    assert exponents == [127 - 3, 127 - 2]
+    assert rows[0, 0].item() == torch.tensor(448.0).to(torch.float8_e4m3fn).view(torch.uint8).item()
+
+
 @given(seed=st.integers(0, 99), ratio=st.sampled_from([1, 4, 128]), n=st.sampled_from([1, 64, 130, 260]))
 @examples(10)
 def test_attention_of_the_a5_reads_packed_rows(seed: int, ratio: int, n: int) -> None:
