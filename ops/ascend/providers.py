@@ -432,9 +432,7 @@ def choose_providers(chip: str, installed: Mapping[str, str], *, strict: bool = 
     chosen: dict[str, Operator] = {}
     missing: list[str] = []
     for operators, candidates in families:
-        binding_of = next(
-            (c for c in candidates if all(b.qualified_name in ("", *installed) for b in c.values())), None
-        )
+        binding_of = next((c for c in candidates if _is_complete(c, installed)), None)
         for operator in operators:
             if binding_of is None:
                 missing.append(operator)
