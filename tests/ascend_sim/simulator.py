@@ -34,7 +34,20 @@ from typing import Any
 
 import attrs
 import torch
-from ascend_sim import attention, compressor, gating, indexer, packed, products, rows, streams
+from ascend_sim import (
+    activation,
+    attention,
+    compressor,
+    gating,
+    grouped,
+    indexer,
+    packed,
+    products,
+    routing,
+    rows,
+    sampling,
+    streams,
+)
 from ascend_sim.recorder import Recorder
 from ascend_sim.rules import Kernel, Rules, Site
 from purestep.ops.ascend.schemas import RecordedSchema, load_schemas, parse_text
@@ -46,11 +59,10 @@ __all__ = ["PACKAGES", "Machine", "simulate"]
 PACKAGES = ("torch-npu", "cann-recipes", "sgl-kernel-npu")
 """What production on the A3 has installed."""
 
-_KERNELS: Mapping[str, Kernel] = {
-    name: kernel
-    for module in (attention, compressor, gating, indexer, packed, products, rows, streams)
-    for name, kernel in module.KERNELS.items()
-}
+_MODULES = (
+    *(activation, attention, compressor, gating, grouped, indexer, packed, products, routing, rows, sampling, streams),
+)
+_KERNELS: Mapping[str, Kernel] = {name: kernel for module in _MODULES for name, kernel in module.KERNELS.items()}
 _REFUSED = Kernel(run=rows.refuse, empty=True)
 
 
