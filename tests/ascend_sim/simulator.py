@@ -43,6 +43,7 @@ from ascend_sim import (
     indexer,
     packed,
     products,
+    ranks,
     routing,
     rows,
     sampling,
@@ -60,7 +61,7 @@ PACKAGES = ("torch-npu", "cann-recipes", "sgl-kernel-npu")
 """What production on the A3 has installed."""
 
 _MODULES = (
-    *(activation, attention, compressor, gating, grouped, indexer, packed, products, routing, rows, sampling, streams),
+    *(activation, attention, compressor, gating, grouped, indexer, packed, products, ranks, routing, rows, sampling, streams),
 )
 _KERNELS: Mapping[str, Kernel] = {name: kernel for module in _MODULES for name, kernel in module.KERNELS.items()}
 _REFUSED = Kernel(run=rows.refuse, empty=True)
