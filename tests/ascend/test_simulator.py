@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from ascend_sim.recorder import HostReadError
@@ -139,6 +142,63 @@ def test_shapes_are_known_without_values() -> None:
             with torch._subclasses.fake_tensor.unset_fake_temporarily():
                 real = [(tuple(r.shape), r.dtype) for r in call(lambda tensor: tensor)]
             assert shapes == real, name
+
+
+def routed(make: Callable[[Any], Any]) -> dict[str, Callable[[], Any]]:
+    """Calls of the experts' operators, their tensors passed through ``make``."""
+    x, ids = make(torch.ones(4, 64, dtype=BF16)), make(torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]], dtype=I32))
+    counts, weights = make(torch.tensor([2, 2, 2, 2])), make(torch.ones(4, 2))
+    index = make(torch.arange(8, dtype=I32))
+    npu = torch.ops.npu
+    routing = {"expert_num": 4, "expert_tokens_num_type": 1, "expert_tokens_num_flag": True}
+    product = {"split_item": 2, "group_type": 0, "group_list_type": 1, "group_list": counts}
+    fused = {"activate_left": True, "quant_mode": 1, "swiglu_mode": 1}
+    w, rows = make(torch.ones(4, 64, 16, dtype=BF16)), make(torch.ones(8, 64, dtype=BF16))
+    return {
+        "routing": lambda: npu.npu_moe_init_routing_v2(x, ids, active_expert_range=[1, 3], **routing),
+        "int8 routing": lambda: npu.npu_moe_init_routing_v2(
+            x, ids, active_expert_range=[0, 4], quant_mode=1, **routing
+        ),
+        "product": lambda: npu.npu_grouped_matmul([rows], [w], **product),
+        "activation": lambda: (npu.npu_clipped_swiglu(rows, interleaved=False),),
+        "int8 activation": lambda: npu.npu_dequant_swiglu_quant(rows, group_index=counts, **fused),
+        "sum": lambda: (npu.npu_moe_token_unpermute(rows, index, make(torch.ones(4, 2, dtype=BF16))),),
+        "filter": lambda: (
+            npu.npu_top_k_top_p(make(torch.ones(4, 9)), make(torch.ones(4)), make(torch.ones(4, dtype=I32))),
+        ),
+        "dispatch": lambda: npu.npu_moe_distribute_dispatch_v2(x, ids, "ep", 1, 0, 4, expert_scales=weights),
+        "int8 dispatch": lambda: npu.npu_moe_distribute_dispatch_v2(x, ids, "ep", 1, 0, 4, quant_mode=2),
+    }
+
+
+@pytest.mark.parametrize("name", routed(lambda x: x))
+def test_shapes_of_routed_work_are_known_without_values(name: str) -> None:
+    """Under fake tensors the experts' operators give shape and dtype of their real results."""
+    with simulate(strict_sizes=False):
+        real = [(tuple(r.shape), r.dtype) for r in routed(lambda x: x)[name]()]
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            shapes = [(tuple(r.shape), r.dtype) for r in routed(fake.from_tensor)[name]()]
+    assert shapes == real
+
+
+def test_shapes_of_blocks_are_known_without_values() -> None:
+    """The same for what the A5 quantises in blocks."""
+    x, w = torch.ones(3, 2, 64, dtype=BF16), torch.ones(2, 8, 64, dtype=BF16)
+
+    def run(x: torch.Tensor, w: torch.Tensor) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        codes, scales = torch.ops.npu.npu_dynamic_mx_quant(x, dst_type=292)
+        w_codes, w_scales = torch.ops.npu.npu_dynamic_mx_quant(w, dst_type=292)
+        options = {"group_sizes": [0, 0, 32], "perm_x1": [1, 0, 2], "perm_x2": [0, 2, 1], "perm_y": [1, 0, 2]}
+        y = torch.ops.npu.npu_transpose_quant_batchmatmul(
+            codes, w_codes, BF16, x1_scale=scales, x2_scale=w_scales, **options
+        )
+        found = [codes, scales, y, *torch.ops.npu.npu_dynamic_block_quant(x, dst_type=292)]
+        return [(tuple(r.shape), r.dtype) for r in found]
+
+    with simulate(chip="a5"):
+        real = run(x, w)
+        with FakeTensorMode() as fake:
+            assert run(fake.from_tensor(x), fake.from_tensor(w)) == real
 
 
 def test_a_step_of_kernels_traces_into_a_graph() -> None:

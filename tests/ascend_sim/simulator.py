@@ -37,6 +37,7 @@ import torch
 from ascend_sim import (
     activation,
     attention,
+    blocks,
     compressor,
     gating,
     grouped,
@@ -61,7 +62,8 @@ PACKAGES = ("torch-npu", "cann-recipes", "sgl-kernel-npu")
 """What production on the A3 has installed."""
 
 _MODULES = (
-    *(activation, attention, compressor, gating, grouped, indexer, packed, products, ranks, routing, rows, sampling, streams),
+    *(activation, attention, blocks, compressor, gating, grouped, indexer, packed, products, ranks, routing, rows),
+    *(sampling, streams),
 )
 _KERNELS: Mapping[str, Kernel] = {name: kernel for module in _MODULES for name, kernel in module.KERNELS.items()}
 _REFUSED = Kernel(run=rows.refuse, empty=True)
