@@ -86,7 +86,7 @@ class AttentionParams:
         wkv: float[D,H]. One head; key and value are the same vector.
         kv_norm: float[D].
         attn_sink: f32[N].
-        wo_a: float[G*U,N*D/G].
+        wo_a: float[G*U,N*D/G]; with Ascend kernels float[G,U,N*D/G], the last two axes stored in the other order.
         wo_b: float[H,G*U].
         compressor: None in ratio-0 layers.
         indexer: None outside ratio-4 layers.

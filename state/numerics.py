@@ -42,6 +42,11 @@ class Numerics:
         return cls()
 
     @classmethod
+    def ascend(cls) -> Numerics:
+        """Return what Ascend kernels compute on A2 and A3: bfloat16 caches, index keys rotated (and kept as int8)."""
+        return cls(indexer_hadamard=True)
+
+    @classmethod
     def official(cls) -> Numerics:
         """Return the choices of the current official code; the default in bfloat16."""
         return cls(

@@ -162,6 +162,6 @@ def _page_copies(sizes: PoolSizes, n_rest: int, full: tuple[int, int], swa: tupl
     source, target = (c4_state_loc(page * sizes.page_size + live, sizes.page_size) for page in swa)
     return [
         ("swa", swa[0] * sizes.page_size + rest, swa[1] * sizes.page_size + rest),
-        *((name, full[0] * sizes.c4_page + entries, full[1] * sizes.c4_page + entries) for name in ("c4", "index")),
+        *((name, *(page * sizes.c4_page + entries for page in full)) for name in ("c4", "index", "index_scale")),
         *((name, source, target) for name in ("c4_state", "index_state")),
     ]

@@ -13,6 +13,7 @@ from ..state.batch import ForwardBatch, ScheduleBatch
 from ..state.decode import DecodeState
 from ..state.ids import Layout, PlainLayout, VirtualLoc
 from ..state.table import read_table
+from .ascend import ascend_metadata
 from .metadata import attention_metadata, token_positions
 
 __all__ = ["forward_batch"]
@@ -34,9 +35,12 @@ def forward_batch(
     device = state.kv.device
     _, positions = token_positions(batch)
     with read_table(state.table) as tables:
-        metadata = attention_metadata(
-            batch, tables, state.kv.layout, state.config.sliding_window, device, rowwise=rowwise
-        )
+        if state.kv.layout.form == "ascend":
+            metadata = ascend_metadata(batch, tables, state.kv.layout, device)
+        else:
+            metadata = attention_metadata(
+                batch, tables, state.kv.layout, state.config.sliding_window, device, rowwise=rowwise
+            )
     pool_rows = torch.from_numpy(batch.req_pool_indices).to(device)
     if batch.input_ids is None:
         input_ids = state.relay.rows("token_ids", pool_rows)
