@@ -24,6 +24,7 @@ from .schemas import RecordedSchema, load_schemas, parse_text, same_contract
 __all__ = [
     "BINDINGS",
     "CHIPS",
+    "MODULES",
     "Binding",
     "Operator",
     "Providers",
@@ -289,6 +290,7 @@ BINDINGS: Final[tuple[Binding, ...]] = (
         "npu_dequant_swiglu_quant",
         keywords={"w_scale": "weight_scale", "x_scale": "activation_scale", "limit": "clamp_limit"},
         fixed=_DEQUANT_CLAMPED,
+        note="its clamped mode takes gate and up from neighbouring channels: interleave the weight's columns",
     ),
     _vllm(
         "activate_quantised",
