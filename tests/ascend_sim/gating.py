@@ -1,6 +1,6 @@
 """Choice of experts, scored or by token id.
 
-Rules and formulas: kernel sheet 7.1.
+Rules and formulas: kernel sheet 7.1. Scores that nobody asked for are undefined.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from ascend_sim.routing import poison
 from ascend_sim.rules import Kernel, Site
 from torch import Tensor
 
@@ -58,14 +59,13 @@ def _gate(
     weights = s.gather(-1, chosen)
     if norm_type:
         weights = weights / (weights.sum(-1, keepdim=True) + eps)
-    scores = s if out_flag else s.new_empty((0,))
+    scores = s if out_flag else poison(s.shape, torch.float32)
     return (weights * routed_scaling_factor).to(x.dtype), chosen.int(), scores
 
 
-def _fake_gate(site: Site, *, x: Tensor, k: int, out_flag: bool, **_: object) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_gate(site: Site, *, x: Tensor, k: int, **_: object) -> tuple[Tensor, Tensor, Tensor]:
     shape = (x.shape[0], k)
-    scores = x.new_empty(x.shape if out_flag else (0,), dtype=torch.float32)
-    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int32), scores
+    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int32), x.new_empty(x.shape, dtype=torch.float32)
 
 
 _GATE = Kernel(run=_gate, fake=_fake_gate)
