@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..ops.dispatch import PagedOps
 from ..state.batch import ForwardBatch
-from ..state.capacity import C4_RATIO, C128_PAGE
+from ..state.capacity import C4_RATIO, C128_PAGE, C128_RATIO
 from ..state.config import Config
 from ..state.kv import KVLayout
 from ..state.paged_tables import AscendTables, CompressorTables
@@ -67,9 +67,12 @@ def operands(model: Model, batch: ForwardBatch) -> AscendOperands:
         The operands; computed anew for every step, since they follow from its lengths.
     """
     paged, tables, config = _paged(model), _tables(batch), model.config
-    turns, entry_turns = {}, {}
+    turns: dict[int, Turn] = {}
+    entry_turns: dict[int, Turn] = {}
     for ratio, frequencies in model.frequencies.items():
-        turns[ratio] = _turn(batch.positions, frequencies)
+        # Layers of both ratios turn alike.
+        is_known = ratio == C128_RATIO and C4_RATIO in turns
+        turns[ratio] = turns[C4_RATIO] if is_known else _turn(batch.positions, frequencies)
         if ratio:
             entry_turns[ratio] = _turn(tables.compressors[ratio].first_pos, frequencies)
     lengths = {"max_query": tables.max_query, "max_keys": tables.max_keys}

@@ -77,13 +77,26 @@ def _run_layer(
     tap: Tap,
 ) -> Tensor:
     p, tap = model.params.layers[i], layer_tap(tap, i)
+    tables = batch.metadata.tables
 
     def attention(x: Tensor) -> Tensor:
         if isinstance(operands, AscendOperands):
             return ascend.paged_attention(model, i, p.attn, x, buffers, layout, batch, operands, tap)
         return paged_attention(model, i, p.attn, x, buffers, layout, batch, operands, tap)
 
+    if tables is not None and tables.live is not None:
+        return layer(model, p, streams, batch.input_ids, attention, _weightless(tap, tables.live))
     return layer(model, p, streams, batch.input_ids, attention, tap)
+
+
+def _weightless(tap: Tap, live: Tensor) -> Tap:
+    """Give the experts of idle rows no weight; their ids stay valid, as dispatch wants them."""
+
+    def weigh(stage: str, x: Tensor) -> Tensor:
+        x = tap(stage, x)
+        return x * live.unsqueeze(-1) if stage == "ffn.expert_weights" else x
+
+    return weigh
 
 
 @torch.no_grad()

@@ -55,7 +55,7 @@ class AscendTables:
         c4_table: i32[B,C]. Pages of C4 entries and index keys.
         c128_table: i32[B,C]. Pages of C128 entries.
         compressors: ratio -> its tables.
-        live: f32[T]. 1 for a token, 0 for the place of an idle row.
+        live: f32[T]. 1 for a token, 0 for the place of an idle row; None where there are no idle rows by design.
         max_query: most tokens of a row.
         max_keys: longest row.
     """
@@ -69,6 +69,6 @@ class AscendTables:
     c4_table: Tensor
     c128_table: Tensor
     compressors: Mapping[int, CompressorTables]
-    live: Tensor
+    live: Tensor | None
     max_query: int
     max_keys: int

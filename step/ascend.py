@@ -107,7 +107,7 @@ def ascend_tables(
         c4_table=rows.ints(c4),
         c128_table=rows.ints(c128),
         compressors=compressors,
-        live=reader.tensor(_padded(np.ones(int(batch.extend_lens.sum())), rows.n_tokens).astype(np.float32)),
+        live=None if bucket is None else reader.tensor((rows.end > 0).astype(np.float32)),
         max_query=int(lens.max(initial=1)),
         max_keys=int(rows.end.max(initial=1)),
     )
