@@ -218,7 +218,7 @@ def test_a_window_off_by_one_shows(left: int) -> None:
 
 
 def test_a_read_of_the_dummy_page_shows() -> None:
-    """A table that points at page 0 where it is read gives NaN, not something plausible."""
+    """BAT-01: a table that points at page 0 where it is read gives NaN, not something plausible."""
     h = history([70], [1], 1)
     a = attention_call(h)
     a["ori_block_table"][0, 0] = 0
