@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..ops.dispatch import PagedOps
+from ..ops.quantize import int8_weight
 from ..state.batch import ForwardBatch
 from ..state.capacity import C4_RATIO, C128_PAGE, C128_RATIO
 from ..state.config import Config
@@ -25,7 +26,7 @@ from ..state.paged_tables import AscendTables, CompressorTables
 from ..state.values import value
 from .attention import group_rows, index_weights, query_heads
 from .model import Model
-from .params import AttentionParams, CompressorParams, IndexerParams, LayerParams, Params
+from .params import AttentionParams, CompressorParams, IndexerParams, LayerParams, Params, Weight
 from .reading import ordered_picks
 from .stages import Tap, untapped
 
@@ -288,29 +289,47 @@ def _tapped(picks: Tensor, tap: Tap) -> Tensor:
     return tap("attn.picks", ordered_picks(picks.squeeze(1).long())).int().unsqueeze(1)
 
 
-def kernel_params(config: Config, params: Params, dtype: torch.dtype) -> Params:
+def kernel_params(config: Config, params: Params, dtype: torch.dtype, *, int8_weights: bool) -> Params:
     """Store weights as the kernels want them: compressor projections in the model's dtype, ``wo_a`` as [G,D,U].
 
     Args:
         config: the model's numbers.
         params: weights of ``build_model``.
         dtype: of the model.
+        int8_weights: quantise what releases quantise, but ``wo_a``, whose product has no int8 form here.
     Returns:
         The same weights; ``wo_a`` is float[G,U,N*D/G] with its last two axes exchanged in memory.
     """
 
+    def stored(w: Weight) -> Weight:
+        return int8_weight(w) if int8_weights and isinstance(w, Tensor) else w
+
     def compressor(p: CompressorParams) -> CompressorParams:
         return attrs.evolve(p, wkv=p.wkv.to(dtype), wgate=p.wgate.to(dtype))
 
+    def indexer(p: IndexerParams) -> IndexerParams:
+        return attrs.evolve(p, wq_b=stored(p.wq_b), compressor=compressor(p.compressor))
+
     def layer(p: LayerParams) -> LayerParams:
-        attn = p.attn
+        attn, ffn = p.attn, p.ffn
         groups = attn.wo_a.unflatten(0, (config.o_groups, -1))
         attn = attrs.evolve(
             attn,
+            wq_a=stored(attn.wq_a),
+            wq_b=stored(attn.wq_b),
+            wkv=stored(attn.wkv),
             wo_a=groups.transpose(1, 2).contiguous().transpose(1, 2),
+            wo_b=stored(attn.wo_b),
             compressor=attn.compressor and compressor(attn.compressor),
-            indexer=attn.indexer and attrs.evolve(attn.indexer, compressor=compressor(attn.indexer.compressor)),
+            indexer=attn.indexer and indexer(attn.indexer),
         )
-        return attrs.evolve(p, attn=attn)
+        ffn = attrs.evolve(
+            ffn,
+            w13=stored(ffn.w13),
+            w2=stored(ffn.w2),
+            shared_w13=stored(ffn.shared_w13),
+            shared_w2=stored(ffn.shared_w2),
+        )
+        return attrs.evolve(p, attn=attn, ffn=ffn)
 
     return attrs.evolve(params, layers=tuple(layer(p) for p in params.layers))

@@ -107,6 +107,13 @@ def build_model(
         raise ConfigError(
             f"chip: expected None without Ascend kernels, got {chip!r}", field="chip", expected=None, got=chip
         )
+    if numerics is not None and numerics.int8_weights:
+        raise ConfigError(
+            "numerics: int8 weights need Ascend kernels; give kernels='ascend', or numerics without them",
+            field="numerics",
+            expected="int8_weights=False",
+            got=numerics,
+        )
     if numerics is None:
         numerics = Numerics.plain() if dtype is torch.float32 else Numerics.official()
     ops: Ops = kernel_table(kernels, params.embed.device.type, invariant=numerics.invariant)
@@ -117,10 +124,11 @@ def _ascend_model(
     config: Config, params: Params, dtype: torch.dtype, numerics: Numerics | None, chip: str | None
 ) -> Model:
     """Put a model on the kernels that are installed."""
+    choices = (Numerics.ascend(), Numerics.ascend(int8_weights=True))
     required = {
         "chip": (chip is not None, "a2 or a3", chip),
         "dtype": (dtype is torch.bfloat16, torch.bfloat16, dtype),
-        "numerics": (numerics in (None, Numerics.ascend()), Numerics.ascend(), numerics),
+        "numerics": (numerics in (None, *choices), "Numerics.ascend(), with int8 weights or not", numerics),
         "hc_mult": (config.hc_mult == _STREAMS, _STREAMS, config.hc_mult),
     }
     for field, (is_right, expected, got) in required.items():
@@ -140,9 +148,17 @@ def _ascend_model(
             f"kernels: no installed package has Ascend kernels for {', '.join(plain)}; plain functions run instead",
             stacklevel=3,
         )
-    if ops.paged is not None:
-        params = kernel_params(config, params, dtype)
-    return Model(config=config, params=params, numerics=Numerics.ascend(), ops=ops, dtype=dtype)
+    numerics = numerics or choices[0]
+    if numerics.int8_weights and not adapters.takes_int8(chosen):
+        raise ConfigError(
+            f"numerics: expected kernels for products with int8 weights, missing are {', '.join(chosen.missing)}; "
+            "install the packages that have them, or leave int8_weights out",
+            field="numerics",
+            expected="kernels for int8 weights",
+            got=chosen.missing,
+        )
+    params = kernel_params(config, params, dtype, int8_weights=numerics.int8_weights)
+    return Model(config=config, params=params, numerics=numerics, ops=ops, dtype=dtype)
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..state.config_reading import config_to_dict
 from ..state.decode import DecodeState, Request
 from ..state.errors import CheckpointError, RequestError
+from ..state.numerics import Numerics
 from ..state.sampling import SEED_LIMIT, SamplingParams, SamplingRow, check_vocabulary
 from ..state.tokens import TokenLog
 
@@ -61,7 +62,9 @@ def require_model(expected: Mapping[str, Any], found: Mapping[str, Any], where: 
         "caches": f"caches of the {found.get('caches', 'plain')} form",
         "fingerprint": "other weights",
     }
-    found = {"caches": "plain", **found}  # what was saved before there was another form
+    # What was saved before a choice existed was made with its default.
+    numerics = attrs.asdict(Numerics()) | found["numerics"]
+    found = {"caches": "plain"} | dict(found) | {"numerics": numerics}
     for name, what in names.items():
         if found[name] != expected[name]:
             is_short = name in ("dtype", "caches", "fingerprint")

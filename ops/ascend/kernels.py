@@ -2,14 +2,14 @@
 
 Every adapter has the signature of the plain function and calls one kernel, or the few that production calls for it.
 What no installed package has stays the plain function, and so does what production computes plainly: hash routing, the
-head's mix of streams, products with one weight.
+head's mix of streams, products with a floating-point weight. Weights of ``Int8Weight`` meet rows quantised to int8.
 
 Source: SGLang 0.5.23 ``hardware_backend/npu``; kernel sheet 2, 3, 6.4, 7.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
 import attrs
@@ -19,10 +19,11 @@ from torch import Tensor
 from ...state.errors import ConfigError
 from ..dispatch import REFERENCE, Ops
 from ..linear import linear
+from ..quantize import Int8Weight
 from .paged import paged_ops, rotate
 from .providers import Providers
 
-__all__ = ["ascend_ops", "fallbacks"]
+__all__ = ["ascend_ops", "fallbacks", "takes_int8"]
 
 BUILT: Final = ("a2", "a3")
 """Chips that the adapters are written for."""
@@ -49,13 +50,13 @@ def ascend_ops(providers: Providers) -> Ops:
     adapters = _Adapters(providers=providers)
     made: dict[str, Callable[..., Any]] = {
         operator: getattr(adapters, operator)
-        for operator, needed in _NEEDS.items()
+        for operator, needed in (_NEEDS | {"linear": _INT8}).items()
         if all(providers.has(name) for name in needed)
     }
     return attrs.evolve(REFERENCE, name="ascend", paged=paged_ops(providers), **made)
 
 
-_NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
+_NEEDS: Final[dict[str, tuple[str, ...]]] = {
     "rms_norm": ("rms_norm",),
     "normalize_query": ("rms_norm",),
     "apply_rotary": ("rotate",),
@@ -67,6 +68,16 @@ _NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
     "expert": ("activate",),
 }
 """Operator of the kernel table -> the kernels that its adapter calls."""
+
+
+_INT8: Final = ("quantize_rows", "quantised_linear")
+"""Kernels of products with int8 weights; those with others are plain products."""
+
+
+def takes_int8(providers: Providers) -> bool:
+    """Tell whether every operator that may meet an int8 weight has its kernels."""
+    needed = (*_INT8, *_NEEDS["experts"], *_NEEDS["expert"])
+    return all(providers.has(name) for name in needed)
 
 
 def fallbacks(providers: Providers) -> tuple[str, ...]:
@@ -139,35 +150,62 @@ class _Adapters:
         )
         return ids.long(), weights
 
-    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
+    def linear(self, x: Tensor, w: Tensor | Int8Weight) -> Tensor:
+        """Multiply rows by a weight; see ``linear.linear``."""
+        if not isinstance(w, Int8Weight):
+            return linear(x, w)
+        codes, scales = self.providers["quantize_rows"](x=x.flatten(0, -2).contiguous())
+        y: Tensor = self.providers["quantised_linear"](
+            x=codes, w=w.codes.t(), w_scale=w.scales, x_scale=scales, output_dtype=x.dtype
+        )
+        return y.unflatten(0, x.shape[:-1])
+
+    def experts(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        w13: Tensor | Int8Weight,
+        w2: Tensor | Int8Weight,
+        limit: float,
+    ) -> Tensor:
         """Run the experts that were hit; see ``experts.experts_sorted``.
 
         Rounding: outputs are weighted after the down projection and summed in f32, then rounded once.
         """
-        n_experts = w13.shape[0]
-        rows, row_idx, counts, _ = self.providers["init_routing"](
+        is_int8 = isinstance(w13, Int8Weight)
+        n_experts = len(w13.scales if isinstance(w13, Int8Weight) else w13)
+        rows, row_idx, counts, scales = self.providers["init_routing"](
             x=x.contiguous(),
             ids=ids.int(),
             active_num=ids.numel(),
             expert_capacity=-1,
             n_experts=n_experts,
             expert_range=(0, n_experts),
-            quant_mode=-1,
+            quant_mode=1 if is_int8 else -1,
         )
-        hidden = self._by_expert(rows, w13, counts)
+        hidden = self._by_expert(rows, scales, w13, counts, x.dtype)
         hidden = self.providers["activate"](x=hidden, limit=limit)
-        out = self._by_expert(hidden, w2, counts)
+        if isinstance(w2, Int8Weight):
+            hidden, scales = self.providers["quantize_rows"](x=hidden)
+        out = self._by_expert(hidden, scales, w2, counts, x.dtype)
         # Signs mark rows that were dropped; none are here, and the kernel takes no negative index.
         joined = self.providers["combine_rows"](rows=out, row_idx=row_idx.abs(), weights=weights.to(out.dtype))
         return joined.float()
 
-    def _by_expert(self, rows: Tensor, w: Tensor, counts: Tensor) -> Tensor:
-        """Multiply expert-sorted rows by each expert's weight [out, in]."""
-        y: Tensor = self.providers["grouped_matmul"](x=[rows], w=[w.transpose(1, 2)], counts=counts)[0]
+    def _by_expert(
+        self, rows: Tensor, scales: Tensor, w: Tensor | Int8Weight, counts: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """Multiply expert-sorted rows by each expert's weight [out, in]; the scales are those of int8 rows."""
+        run = self.providers["grouped_matmul"]
+        if isinstance(w, Int8Weight):
+            given = {"x": [rows], "w": [w.codes.transpose(1, 2)], "scale": [w.scales], "x_scale": [scales]}
+            found: Tensor = run(**given, counts=counts, output_dtype=dtype)[0]
+            return found
+        y: Tensor = run(x=[rows], w=[w.transpose(1, 2)], counts=counts)[0]
         return y
 
-    def expert(self, x: Tensor, w13: Tensor, w2: Tensor, limit: float | None) -> Tensor:
+    def expert(self, x: Tensor, w13: Tensor | Int8Weight, w2: Tensor | Int8Weight, limit: float | None) -> Tensor:
         """Run one expert on every row; see ``experts.expert``."""
-        if limit is None:
-            return REFERENCE.expert(x, w13, w2, None)
-        return linear(self.providers["activate"](x=linear(x, w13), limit=limit), w2)
+        assert limit is not None, "the numerics of Ascend kernels clamp the shared expert"
+        return self.linear(self.providers["activate"](x=self.linear(x, w13), limit=limit), w2)

@@ -15,6 +15,7 @@ from purestep.ops.ascend.kernels import ascend_ops, fallbacks
 from purestep.ops.ascend.paged import paged_ops
 from purestep.ops.ascend.providers import choose_providers, installed_schemas
 from purestep.ops.dispatch import REFERENCE, Ops
+from purestep.ops.quantize import Int8Weight, int8_weight
 from purestep.state.errors import ConfigError
 from torch import Tensor
 
@@ -150,7 +151,50 @@ def test_shared_expert_clamps(ops: Ops) -> None:
     torch.testing.assert_close(found, REFERENCE.expert(x, w13, w2, 10.0), atol=0.5, rtol=0.01)
     assert float(found.abs().max()) <= 100.0
     assert float(REFERENCE.expert(x, w13, w2, None).abs().max()) > 200.0
-    assert torch.equal(ops.expert(x, w13, w2, None), REFERENCE.expert(x, w13, w2, None))
+
+
+def _dequantised(w: Int8Weight) -> Tensor:
+    return w.codes.float() * w.scales.unsqueeze(-1)
+
+
+def test_int8_weights_are_rounded_by_channel() -> None:
+    """Codes times scales are the weight within half a step of its channel, and a channel of zeros stays zero."""
+    w = torch.cat((draw(0, 5, 16), torch.zeros(1, 16, dtype=BF16)))
+    found = int8_weight(w)
+    assert (found.codes.dtype, found.scales.dtype) == (torch.int8, torch.float32)
+    assert ((_dequantised(found) - w.float()).abs() <= 0.51 * found.scales.unsqueeze(-1)).all()
+    assert not _dequantised(found)[-1].any()
+
+
+@pytest.mark.parametrize("lead", [(5,), (2, 3)])
+def test_products_with_int8_weights(ops: Ops, lead: tuple[int, ...]) -> None:
+    """A row quantised to int8 meets an int8 weight: the sum of integers times both scales, rounded once."""
+    x, w = draw(0, *lead, 32), int8_weight(draw(1, 12, 32))
+    scale = x.float().abs().amax(-1, keepdim=True) / 127
+    codes = (x.float() / scale).round()
+    expected = (codes @ w.codes.float().t() * w.scales * scale).to(BF16)
+    found = ops.linear(x, w)
+    assert (found.shape, found.dtype) == (expected.shape, BF16)
+    assert float((found - expected).abs().max()) <= 0.004 * float(expected.abs().max())
+    plain = ops.linear(x, _dequantised(w).to(BF16))
+    assert float((found - plain).abs().max()) <= 0.03 * float(plain.abs().max())
+
+
+@pytest.mark.parametrize("n", [1, 6])
+def test_experts_with_int8_weights(ops: Ops, n: int) -> None:
+    """Routed and shared experts with int8 weights equal those with the weights that the codes stand for."""
+    (x, ids, weights, w13, w2, limit), _ = _arguments(n)["experts"]
+    w13, w2 = int8_weight(w13), int8_weight(w2)
+    wide = (_dequantised(w13).to(BF16), _dequantised(w2).to(BF16))
+    for found, expected in (
+        (ops.experts(x, ids, weights, w13, w2, limit), ops.experts(x, ids, weights, *wide, limit)),
+        (
+            ops.expert(x, Int8Weight(*(p[0] for p in w13)), Int8Weight(*(p[0] for p in w2)), limit),
+            ops.expert(x, wide[0][0], wide[1][0], limit),
+        ),
+    ):
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+        assert float((found - expected).abs().max()) <= 0.05 * float(expected.abs().max())
 
 
 def test_what_is_missing_stays_plain() -> None:

@@ -58,6 +58,22 @@ def test_missing_operators_fall_back_with_one_warning(folder: Path, missing: str
         assert float(row_errors(logits_of(model), logits_of(plain)).max()) < TOLERANCE
 
 
+def test_int8_weights_need_their_kernels(folder: Path) -> None:
+    """Int8 weights are refused where a kernel for them is missing, and with plain kernels; else they are loaded."""
+    numerics = ps.Numerics.ascend(int8_weights=True)
+    with machine_for():
+        model = ps.load_model(folder, kernels="ascend", chip="a3", numerics=numerics)
+        assert model.params.layers[0].attn.wq_a.codes.dtype is torch.int8
+        assert model.params.layers[1].ffn.w13.codes.dtype is torch.int8
+        assert logits_of(model).isfinite().all()
+        with pytest.raises(ps.ConfigError, match="int8 weights need Ascend kernels"):
+            ps.load_model(folder, numerics=numerics)
+    with machine_for(without=("npu::npu_quant_matmul",)):
+        ps.load_model(folder, kernels="ascend", chip="a3")
+        with pytest.raises(ps.ConfigError, match=r"int8 weights, missing are .*quantised_linear"):
+            ps.load_model(folder, kernels="ascend", chip="a3", numerics=numerics)
+
+
 def test_settings_that_do_not_go_together(folder: Path) -> None:
     """A chip without Ascend kernels, these without a chip, another dtype or other numerics are refused by name."""
     with machine_for():

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.ascend import machine_for, model_pair, pair_on_machine
 from kit.steps import ENDLESS, examples, ids_of
-from kit.twins import Twins
+from kit.twins import TOLERANCE, Twins
 from purestep import invariants as inv
 from purestep.model.forward import embed_tokens
 from purestep.state.table import read_table
@@ -129,6 +129,21 @@ def test_any_operations_agree(data: st.DataObject, seed: int) -> None:
             assert inv.check(twins.kernels) == ()
         if live:
             twins.extend({i: [11] for i in live})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_int8_weights(seed: int) -> None:
+    """With int8 weights, prompts, decodes and forks equal plain operators that round the same products."""
+    with pair_on_machine(seed=seed, int8_weights=True) as pair:
+        twins = Twins.fresh(pair)
+        # A last bit of an input may move a code by one step: 1/127 of the largest value in its row.
+        twins.tolerance = 2 * TOLERANCE
+        a, b = twins.open(), twins.open()
+        twins.extend({a: ids_of(70), b: ids_of(3)})
+        for step in range(3):
+            twins.decode({a: 4 + step, b: 9 + step})
+        c = twins.fork(a)
+        twins.decode({a: 3, c: 4, b: 5})
 
 
 @pytest.mark.parametrize("n", [64, 128, 192])
