@@ -107,8 +107,16 @@ def capture_decode(model: Model, state: DecodeState, buckets: Iterable[int], too
     Returns:
         The graphs, for every state that shares these buffers.
     Raises:
-        ConfigError: no number of rows, or kernels whose steps have no fixed shapes.
+        ConfigError: no state, no number of rows, or kernels whose steps have no fixed shapes.
     """
+    if not isinstance(state, DecodeState):
+        raise ConfigError(
+            f"capture_decode: expected the state whose caches the graphs run over, got {type(state).__name__}; build "
+            "it with init_state(model, capacity) first",
+            field="state",
+            expected="DecodeState",
+            got=type(state).__name__,
+        )
     sizes = sorted(set(buckets))
     if model.ops.paged is None:
         raise ConfigError(

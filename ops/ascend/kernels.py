@@ -2,7 +2,9 @@
 
 Every adapter has the signature of the plain function and calls one kernel, or the few that production calls for it.
 What no installed package has stays the plain function, and so does what production computes plainly: hash routing, the
-head's mix of streams, products with a floating-point weight. Weights of ``Int8Weight`` meet rows quantised to int8.
+head's mix of streams, products with a floating-point weight, the head. Sampling stays plain as well: what its kernel
+does with equal logits is not established, and a seeded choice must not depend on it. Weights of ``Int8Weight`` meet
+rows quantised to int8.
 
 Source: SGLang 0.5.23 ``hardware_backend/npu``; kernel sheet 2, 3, 6.4, 7.
 """
@@ -20,6 +22,7 @@ from ...state.errors import ConfigError
 from ..dispatch import REFERENCE, Ops
 from ..linear import linear
 from ..quantize import Int8Weight
+from .experts import experts_here
 from .paged import paged_ops, rotate
 from .providers import Providers
 
@@ -169,41 +172,8 @@ class _Adapters:
         w2: Tensor | Int8Weight,
         limit: float,
     ) -> Tensor:
-        """Run the experts that were hit; see ``experts.experts_sorted``.
-
-        Rounding: outputs are weighted after the down projection and summed in f32, then rounded once.
-        """
-        is_int8 = isinstance(w13, Int8Weight)
-        n_experts = len(w13.scales if isinstance(w13, Int8Weight) else w13)
-        rows, row_idx, counts, scales = self.providers["init_routing"](
-            x=x.contiguous(),
-            ids=ids.int(),
-            active_num=ids.numel(),
-            expert_capacity=-1,
-            n_experts=n_experts,
-            expert_range=(0, n_experts),
-            quant_mode=1 if is_int8 else -1,
-        )
-        hidden = self._by_expert(rows, scales, w13, counts, x.dtype)
-        hidden = self.providers["activate"](x=hidden, limit=limit)
-        if isinstance(w2, Int8Weight):
-            hidden, scales = self.providers["quantize_rows"](x=hidden)
-        out = self._by_expert(hidden, scales, w2, counts, x.dtype)
-        # Signs mark rows that were dropped; none are here, and the kernel takes no negative index.
-        joined = self.providers["combine_rows"](rows=out, row_idx=row_idx.abs(), weights=weights.to(out.dtype))
-        return joined.float()
-
-    def _by_expert(
-        self, rows: Tensor, scales: Tensor, w: Tensor | Int8Weight, counts: Tensor, dtype: torch.dtype
-    ) -> Tensor:
-        """Multiply expert-sorted rows by each expert's weight [out, in]; the scales are those of int8 rows."""
-        run = self.providers["grouped_matmul"]
-        if isinstance(w, Int8Weight):
-            given = {"x": [rows], "w": [w.codes.transpose(1, 2)], "scale": [w.scales], "x_scale": [scales]}
-            found: Tensor = run(**given, counts=counts, output_dtype=dtype)[0]
-            return found
-        y: Tensor = run(x=[rows], w=[w.transpose(1, 2)], counts=counts)[0]
-        return y
+        """Run the experts that were hit; see ``experts.experts_sorted``."""
+        return experts_here(self.providers, x, ids, weights, w13, w2, limit)
 
     def expert(self, x: Tensor, w13: Tensor | Int8Weight, w2: Tensor | Int8Weight, limit: float | None) -> Tensor:
         """Run one expert on every row; see ``experts.expert``."""

@@ -345,6 +345,8 @@ def test_what_graphs_refuse() -> None:
         model, state = pair.kernels, room(pair.kernels)
         with pytest.raises(ps.ConfigError, match="expected a model on Ascend kernels"):
             capture_decode(pair.plain, room(pair.plain), (1,), TOOL)
+        with pytest.raises(ps.ConfigError, match="init_state"):
+            capture_decode(model, None, (1,), TOOL)
         for sizes in ((), (0,)):
             with pytest.raises(ps.ConfigError, match="buckets"):
                 capture_decode(model, state, sizes, TOOL)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.ascend import machine_for, model_pair, pair_on_machine
 from kit.steps import ENDLESS, examples, ids_of
-from kit.twins import TOLERANCE, Twins
+from kit.twins import TOLERANCE, Twins, row_errors
 from purestep import invariants as inv
 from purestep.model.forward import embed_tokens
 from purestep.state.table import read_table
@@ -129,6 +129,38 @@ def test_any_operations_agree(data: st.DataObject, seed: int) -> None:
             assert inv.check(twins.kernels) == ()
         if live:
             twins.extend({i: [11] for i in live})
+
+
+@pytest.mark.parametrize("lengths", [(1, 129), (14, 400)])
+def test_mixed_lengths_equal_the_requests_alone(lengths: tuple[int, int]) -> None:
+    """Requests of very different lengths, fed and decoded together, get what each gets alone."""
+    with pair_on_machine() as pair:
+        alone = []
+        for n in lengths:
+            twins = Twins.fresh(pair, requests=1)
+            a = twins.open()
+            alone.append([twins.extend({a: ids_of(n, seed=n)}), *(twins.decode({a: 5 + i}) for i in range(2))])
+        twins = Twins.fresh(pair, requests=2)
+        both = [twins.open(), twins.open()]
+        fed = twins.extend({i: ids_of(n, seed=n) for i, n in zip(both, lengths, strict=True)}).split(lengths)
+        decoded = [twins.decode({i: 5 + step for i in both}) for step in range(2)]
+        for row, own in enumerate(alone):
+            found = torch.cat([fed[row], *(out[row : row + 1] for out in decoded)])
+            assert float(row_errors(found, torch.cat(own)).max()) < TOLERANCE / 2
+
+
+def test_traces_of_kernel_steps() -> None:
+    """A traced step tells the same slots and picks as the plain model's, and samples what an untraced one does."""
+    with pair_on_machine() as pair:
+        found = []
+        for model in (pair.kernels, pair.plain):
+            state = ps.init_state(model, ps.Capacity(requests=1, tokens=256, context=256), page_size=64)
+            state, a = ps.open_request(state, ENDLESS)
+            state, _ = ps.extend_step(model, state, {a: ids_of(127)})
+            _, out, trace = ps.trace_step(model, state)
+            assert torch.equal(out.logits, ps.decode_step(model, state)[1].logits)
+            found.append([(stage.name, stage.reads, stage.writes) for stage in trace.stages])
+        assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("seed", range(3))
