@@ -26,8 +26,8 @@ class Int8Weight(NamedTuple):
     """A weight as int8 codes; a pytree of two leaves.
 
     Attributes:
-        codes: i8[...,F,H].
-        scales: f32[...,F]. One for every output channel.
+        codes: i8[F,H] or i8[E,F,H].
+        scales: f32[F] or f32[E,F]. One for every output channel.
     """
 
     codes: Tensor
@@ -38,10 +38,13 @@ def int8_weight(w: Tensor) -> Int8Weight:
     """Quantise a weight with one scale for every output channel.
 
     Args:
-        w: float[...,F,H].
+        w: float[F,H] or float[E,F,H].
     Returns:
         Codes and scales.
     """
+    if w.dim() == 3:  # one expert after the other: the float32 copy of a layer's experts is large
+        parts = [int8_weight(one) for one in w]
+        return Int8Weight(codes=torch.stack([p.codes for p in parts]), scales=torch.stack([p.scales for p in parts]))
     wide = w.float()
     scales = wide.abs().amax(-1) / INT8_MAX
     codes = wide / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)
