@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 from ascend_lane.calls import CALLS, described
+from ascend_lane.text import differences
 from ascend_sim.simulator import simulate
+from purestep.ops.ascend.schemas import load_schemas
 
 SCRIPT = Path(__file__).parents[1] / "ascend_lane" / "run"
 TOOLS = pytest.mark.skipif(not all(map(shutil.which, ("gcc", "nm", "ldd"))), reason="needs gcc and binutils")
@@ -71,21 +73,44 @@ def test_only_differences_and_failures_count(
 ) -> None:
     """The exit code is 1 for what differs or goes wrong, 0 for agreement and what cannot be had; the folder goes."""
     module = lane()
-    folders = []
+    folders, done = [], []
 
-    def compare(release: str, folder: Path) -> list[str]:
+    def meet(release: str, folder: Path) -> list[str]:
         folders.append(folder)
+        (folder / "link").mkdir()
+        (folder / "genuine.json").touch()
         if outcome in ("not run", "failed"):
             raise {"not run": module.NotRun, "failed": module.Failed}[outcome]("a reason")
         return ["npu::x: recorded a, live b"] if outcome == "differs" else []
 
-    monkeypatch.setattr(module, "compare", compare)
-    assert module.main(["1.0", "2.0"]) == code
-    assert len(folders) == 2
+    def read(release: str, folder: Path, home: Path) -> list[str]:
+        assert home == folders[0]
+        done.append(release)
+        return []
+
+    monkeypatch.setattr(module, "meet", meet)
+    monkeypatch.setattr(module, "read", read)
+    assert module.main(["2.13.0"]) == code
+    assert done == ["2.10.0", "2.10.0.post4", "2.14.0"]
     assert not any(folder.exists() for folder in folders)
     shown = capsys.readouterr().out
-    assert shown.count("a reason") == (2 if outcome in ("not run", "failed") else 0)
-    assert shown.count("live b") == (2 if outcome == "differs" else 0)
+    assert ("a reason" in shown) is (outcome in ("not run", "failed"))
+    assert ("live b" in shown) is (outcome == "differs")
+
+
+@pytest.mark.parametrize("release", ["2.10.0", "2.13.0"])
+def test_schemas_are_read_out_of_a_binary(release: str) -> None:
+    """Texts between zeros are compared with the records; a changed one and a lost one are named."""
+    records = [r.text for r in load_schemas() if r.provider == "torch-npu" and release in r.releases]
+    plain = [text.removeprefix("npu::") for text in records]
+    noise = b"\x00npu_rms_norm\x00(Tensor) -> x\x00"
+    assert differences(release, noise + b"\x00".join(text.encode() for text in plain) + noise) == (len(records), [])
+    assert differences(release, noise + b"\x00".join(text.encode() for text in records) + noise)[1] == []
+    changed = [text.replace("Tensor? p=None, Tensor? k=None", "Tensor? k=None, Tensor? p=None") for text in plain]
+    lost = [text for text in changed if not text.startswith("npu_rms_norm(")]
+    _, found = differences(release, noise + b"\x00".join(text.encode() for text in lost) + noise)
+    assert sorted(one.split(":")[2] for one in found) == ["npu_rms_norm", "npu_top_k_top_p"]
+    assert "npu::npu_rms_norm: recorded, not in the binary" in found
 
 
 @TOOLS
