@@ -222,6 +222,14 @@ def mix_weights(
     return pre, post, sinkhorn((comb * scale[2] + base_comb).unflatten(-1, (n, n)), n_iters, eps)
 
 
+def enter_streams(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, n_iters: int, eps: float, norm_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``purestep.ops.streams.enter_streams``."""
+    pre, post, comb = mix_weights(streams, fn, base, scale, n_iters=n_iters, eps=eps, norm_eps=norm_eps)
+    return JoinStreams.apply(streams, pre), post, comb
+
+
 def attend(q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, *, scale: float, rounding: bool) -> Tensor:
     """See ``purestep.ops.attention.attend``; float32 without rounding."""
     assert not rounding, "training is in plain float32"
@@ -236,7 +244,7 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, li
 TRAINING = attrs.evolve(
     DIFFERENTIABLE,
     name="training",
-    mix_weights=mix_weights,
+    enter_streams=enter_streams,
     join_streams=JoinStreams.apply,
     update_streams=UpdateStreams.apply,
     attend=attend,

@@ -19,12 +19,30 @@ from .rotary import FP4_GROUP, FP8_GROUP
 __all__ = [
     "compressor_inputs",
     "finish_entries",
+    "group_rows",
     "index_query",
     "index_weights",
     "project_kv",
     "project_output",
     "project_query",
+    "query_heads",
 ]
+
+
+def query_heads(model: Model, p: AttentionParams, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the query heads before their rotation, and the low-rank query that also feeds the indexer.
+
+    Args:
+        model: the model.
+        p: weights of the sublayer.
+        x: float[...,T,H]. Normed sublayer input.
+    Returns:
+        (q float[...,T,N,D], low float[...,T,Q]).
+    """
+    ops, eps = model.ops, model.config.rms_norm_eps
+    low = ops.rms_norm(ops.linear(x, p.wq_a), p.q_norm, eps)
+    q = ops.linear(low, p.wq_b).unflatten(-1, (model.config.num_attention_heads, -1))
+    return ops.normalize_query(q, eps, rounding=model.numerics.query_norm_rounding), low
 
 
 def project_query(model: Model, p: AttentionParams, x: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,11 +56,8 @@ def project_query(model: Model, p: AttentionParams, x: Tensor, factors: Tensor) 
     Returns:
         (q float[...,T,N,D], low float[...,T,Q]).
     """
-    ops, eps = model.ops, model.config.rms_norm_eps
-    low = ops.rms_norm(ops.linear(x, p.wq_a), p.q_norm, eps)
-    q = ops.linear(low, p.wq_b).unflatten(-1, (model.config.num_attention_heads, -1))
-    q = ops.normalize_query(q, eps, rounding=model.numerics.query_norm_rounding)
-    return ops.apply_rotary(q, factors.unsqueeze(-2)), low
+    q, low = query_heads(model, p, x)
+    return model.ops.apply_rotary(q, factors.unsqueeze(-2)), low
 
 
 def project_kv(model: Model, p: AttentionParams, x: Tensor, factors: Tensor) -> Tensor:
@@ -155,7 +170,20 @@ def project_output(model: Model, p: AttentionParams, o: Tensor, factors: Tensor)
     Returns:
         float[...,T,H].
     """
+    return group_rows(model, p, model.ops.apply_rotary(o, factors.conj().unsqueeze(-2)))
+
+
+def group_rows(model: Model, p: AttentionParams, o: Tensor) -> Tensor:
+    """Project the attention output, rotated back already, group by group.
+
+    Args:
+        model: the model.
+        p: weights of the sublayer.
+        o: float[...,T,N,D].
+    Returns:
+        float[...,T,H].
+    """
     groups = model.config.o_groups
-    o = model.ops.apply_rotary(o, factors.conj().unsqueeze(-2)).flatten(-2).unflatten(-1, (groups, -1))
-    low = model.ops.grouped_linear(o, p.wo_a.unflatten(0, (groups, -1)))
+    w = p.wo_a if p.wo_a.dim() == 3 else p.wo_a.unflatten(0, (groups, -1))
+    low = model.ops.grouped_linear(o.flatten(-2).unflatten(-1, (groups, -1)), w)
     return model.ops.linear(low.flatten(-2), p.wo_b)

@@ -14,14 +14,16 @@ from torch import Tensor
 
 from ..ops.streams import split_streams
 from ..state.batch import ForwardBatch, MHCState
-from ..state.errors import RequestError
-from ..state.kv import KVState
+from ..state.errors import ConfigError, RequestError
+from ..state.kv import KVLayout, KVState
+from . import ascend
+from .ascend import AscendOperands
 from .layer import head_logits, layer
 from .model import Model
 from .paged import Rotations, paged_attention, rotations, write_rows
 from .stages import Tap, layer_tap, untapped
 
-__all__ = ["embed_tokens", "forward", "layer_step"]
+__all__ = ["Operands", "embed_tokens", "forward", "layer_operands", "layer_step", "run_model"]
 
 
 def embed_tokens(model: Model, batch: ForwardBatch) -> MHCState:
@@ -37,22 +39,64 @@ def embed_tokens(model: Model, batch: ForwardBatch) -> MHCState:
     return MHCState(streams=split_streams(rows, model.config.hc_mult))
 
 
+Operands = Rotations | AscendOperands
+"""What the layers of one step share; which of them, the kernel table decides."""
+
+
+def layer_operands(model: Model, layout: KVLayout, batch: ForwardBatch) -> Operands:
+    """Compute what the layers of one step share.
+
+    Args:
+        model: the model.
+        layout: of the caches.
+        batch: the step.
+    Returns:
+        Rotations, and with Ascend kernels the split of their work.
+    Raises:
+        ConfigError: caches of a form that the model's kernels do not read.
+    """
+    if layout.form != model.cache_form:
+        raise ConfigError(
+            f"kv: expected caches of the {model.cache_form} form, got {layout.form}; build the state with "
+            "init_state(model, capacity)",
+            field="kernels",
+            expected=model.cache_form,
+            got=layout.form,
+        )
+    return rotations(model, batch) if model.ops.paged is None else ascend.operands(model, batch)
+
+
 def _run_layer(
     model: Model,
     i: int,
     streams: Tensor,
-    kv: KVState,
     buffers: Mapping[str, Tensor],
+    layout: KVLayout,
     batch: ForwardBatch,
-    factors: Rotations,
+    operands: Operands,
     tap: Tap,
 ) -> Tensor:
     p, tap = model.params.layers[i], layer_tap(tap, i)
+    tables = batch.metadata.tables
 
     def attention(x: Tensor) -> Tensor:
-        return paged_attention(model, i, p.attn, x, buffers, kv.layout, batch, factors, tap)
+        if isinstance(operands, AscendOperands):
+            return ascend.paged_attention(model, i, p.attn, x, buffers, layout, batch, operands, tap)
+        return paged_attention(model, i, p.attn, x, buffers, layout, batch, operands, tap)
 
+    if tables is not None and tables.live is not None:
+        return layer(model, p, streams, batch.input_ids, attention, _weightless(tap, tables.live))
     return layer(model, p, streams, batch.input_ids, attention, tap)
+
+
+def _weightless(tap: Tap, live: Tensor) -> Tap:
+    """Give the experts of idle rows no weight; their ids stay valid, as dispatch wants them."""
+
+    def weigh(stage: str, x: Tensor) -> Tensor:
+        x = tap(stage, x)
+        return x * live.unsqueeze(-1) if stage == "ffn.expert_weights" else x
+
+    return weigh
 
 
 @torch.no_grad()
@@ -75,8 +119,9 @@ def layer_step(
         last = model.config.num_hidden_layers - 1
         raise RequestError(f"layer: expected 0..{last}, got {i}", field="layer", expected=f"0..{last}", got=i)
     rows = write_rows(kv.layout, batch.metadata, range(i, i + 1))
+    operands = layer_operands(model, kv.layout, batch)
     with kv.handle.write(rows) as write:
-        streams = _run_layer(model, i, mhc.streams, kv, write.tensors, batch, rotations(model, batch), tap)
+        streams = _run_layer(model, i, mhc.streams, write.tensors, kv.layout, batch, operands, tap)
     return MHCState(streams=streams), attrs.evolve(kv, handle=write.handle)
 
 
@@ -106,15 +151,41 @@ def forward(
     """
     if logits not in ("last", "all", "none"):
         raise RequestError(f'logits: expected "last", "all" or "none", got {logits!r}', field="logits", got=logits)
+    operands = layer_operands(model, kv.layout, batch)
     layers = range(model.config.num_hidden_layers)
     with kv.handle.write(write_rows(kv.layout, batch.metadata, layers)) as write:
-        factors = rotations(model, batch)
-        streams = embed_tokens(model, batch).streams
-        for i in layers:
-            streams = _run_layer(model, i, streams, kv, write.tensors, batch, factors, tap)
-        streams = tap("final.streams", streams)
-        if logits != "all":
-            kept = batch.last_rows if logits == "last" else batch.last_rows[:0]
-            streams = streams.index_select(0, kept)
-        out = head_logits(model, streams)
+        out = run_model(model, write.tensors, kv.layout, batch, operands, logits=logits, tap=tap)
     return attrs.evolve(kv, handle=write.handle), out
+
+
+def run_model(
+    model: Model,
+    buffers: Mapping[str, Tensor],
+    layout: KVLayout,
+    batch: ForwardBatch,
+    operands: Operands,
+    *,
+    logits: Literal["last", "all", "none"] = "last",
+    tap: Tap = untapped,
+) -> Tensor:
+    """Run all layers of a step and the head on raw buffers: what ``forward`` does inside its write.
+
+    Args:
+        model: the model.
+        buffers: of the caches; the step's rows are written.
+        layout: of the caches.
+        batch: the step.
+        operands: of ``layer_operands``.
+        logits: as in ``forward``.
+        tap: as in ``forward``.
+    Returns:
+        f32[B,V], f32[T,V] or f32[0,V].
+    """
+    streams = embed_tokens(model, batch).streams
+    for i in range(model.config.num_hidden_layers):
+        streams = _run_layer(model, i, streams, buffers, layout, batch, operands, tap)
+    streams = tap("final.streams", streams)
+    if logits != "all":
+        kept = batch.last_rows if logits == "last" else batch.last_rows[:0]
+        streams = streams.index_select(0, kept)
+    return head_logits(model, streams)

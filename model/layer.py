@@ -22,7 +22,7 @@ def _around(
 ) -> Tensor:
     """Run ``sublayer`` inside one mHC."""
     ops, config = model.ops, model.config
-    pre, post, comb = ops.mix_weights(
+    y, post, comb = ops.enter_streams(
         streams,
         p.fn,
         p.base,
@@ -31,7 +31,7 @@ def _around(
         eps=config.hc_eps,
         norm_eps=config.rms_norm_eps,
     )
-    x = ops.rms_norm(ops.join_streams(streams, pre), norm, config.rms_norm_eps)
+    x = ops.rms_norm(y, norm, config.rms_norm_eps)
     return ops.update_streams(streams, sublayer(x), post, comb)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from typing import Final
@@ -16,6 +18,7 @@ from ..state.config import Config
 from ..state.errors import CheckpointError, ConfigError
 from ..state.numerics import Numerics
 from ..state.parallel import Parallel
+from .ascend import kernel_params
 from .checkpoint import read_checkpoint
 from .model import Model
 from .params import CompressorParams, LayerParams, Params
@@ -25,6 +28,9 @@ __all__ = ["build_model", "load_model", "model_folder"]
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Dtypes that activations and caches may have, by name."""
+
+_STREAMS: Final = 4
+"""Residual streams that the kernels of mHC take."""
 
 EMBEDDED: Final = "tiny"
 """The name of the checkpoint that comes with the package."""
@@ -52,9 +58,11 @@ def load_model(
         path: "tiny", or a folder with ``config.json``, ``*.safetensors`` and perhaps ``tokenizer.json``,
             ``tokenizer_config.json`` and ``generation_config.json``, of which the tokens that end a text are read.
         dtype: "float32" or "bfloat16"; default the checkpoint's own.
-        numerics: default ``Numerics.plain()`` in float32 and ``Numerics.official()`` in bfloat16.
-        kernels: "reference" or "fused"; default the fastest that the device and the numerics have.
-        chip: generation of an Ascend device; only with Ascend kernels.
+        numerics: default ``Numerics.plain()`` in float32 and ``Numerics.official()`` in bfloat16; Ascend kernels have
+            ``Numerics.ascend()`` and no other.
+        kernels: "reference" or "fused", or "ascend", whose packages are then imported; default the fastest that the
+            device and the numerics have.
+        chip: generation of an Ascend device, "a2" or "a3"; with Ascend kernels, and only with them.
         parallel: default one rank.
         progress: called as (tensors read, tensors in all, name) while loading.
     Returns:
@@ -70,11 +78,8 @@ def load_model(
     tokenizer_file = folder / "tokenizer.json"
     tokenizer = _read_tokenizer(tokenizer_file) if tokenizer_file.is_file() else None
     config = attrs.evolve(config, eos_token_id=stop_tokens(folder, config, tokenizer))
-    model = build_model(config, params, dtype=chosen or _dtype(config.torch_dtype), numerics=numerics, kernels=kernels)
-    if chip is not None:
-        raise ConfigError(
-            f"chip: expected None with {model.ops.name!r} kernels, got {chip!r}", field="chip", expected=None, got=chip
-        )
+    dtype = chosen or _dtype(config.torch_dtype)
+    model = build_model(config, params, dtype=dtype, numerics=numerics, kernels=kernels, chip=chip)
     return attrs.evolve(model, tokenizer=tokenizer)
 
 
@@ -85,6 +90,7 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     numerics: Numerics | None = None,
     kernels: str | None = None,
+    chip: str | None = None,
 ) -> Model:
     """Put a model together from weights in memory.
 
@@ -94,11 +100,68 @@ def build_model(
         dtype: of activations and caches.
         numerics: default as in ``load_model``.
         kernels: default as in ``load_model``.
+        chip: as in ``load_model``.
+    Raises:
+        ConfigError: settings that do not go together, or operators that are not what was recorded of them.
     """
+    if kernels == "ascend":
+        return _ascend_model(config, _widened(params), dtype, numerics, chip)
+    if chip is not None:
+        raise ConfigError(
+            f"chip: expected None without Ascend kernels, got {chip!r}", field="chip", expected=None, got=chip
+        )
+    if numerics is not None and numerics.int8_weights:
+        raise ConfigError(
+            "numerics: int8 weights need Ascend kernels; give kernels='ascend', or numerics without them",
+            field="numerics",
+            expected="int8_weights=False",
+            got=numerics,
+        )
     if numerics is None:
         numerics = Numerics.plain() if dtype is torch.float32 else Numerics.official()
     ops: Ops = kernel_table(kernels, params.embed.device.type, invariant=numerics.invariant)
     return Model(config=config, params=_widened(params), numerics=numerics, ops=ops, dtype=dtype)
+
+
+def _ascend_model(
+    config: Config, params: Params, dtype: torch.dtype, numerics: Numerics | None, chip: str | None
+) -> Model:
+    """Put a model on the kernels that are installed."""
+    choices = (Numerics.ascend(), Numerics.ascend(int8_weights=True))
+    required = {
+        "chip": (chip is not None, "a2 or a3", chip),
+        "dtype": (dtype is torch.bfloat16, torch.bfloat16, dtype),
+        "numerics": (numerics in (None, *choices), "Numerics.ascend(), with int8 weights or not", numerics),
+        "hc_mult": (config.hc_mult == _STREAMS, _STREAMS, config.hc_mult),
+    }
+    for field, (is_right, expected, got) in required.items():
+        if not is_right:
+            raise ConfigError(
+                f"{field}: expected {expected} with Ascend kernels, got {got}", field=field, expected=expected, got=got
+            )
+    # Nothing of Ascend is imported unless it is asked for.
+    providers = import_module("..ops.ascend.providers", __package__)
+    adapters = import_module("..ops.ascend.kernels", __package__)
+    providers.import_packages()
+    chosen = providers.choose_providers(chip, providers.installed_schemas())
+    ops: Ops = adapters.ascend_ops(chosen)
+    plain = adapters.fallbacks(chosen)
+    if plain:
+        warnings.warn(
+            f"kernels: no installed package has Ascend kernels for {', '.join(plain)}; plain functions run instead",
+            stacklevel=3,
+        )
+    numerics = numerics or choices[0]
+    if numerics.int8_weights and not adapters.takes_int8(chosen):
+        raise ConfigError(
+            f"numerics: expected kernels for products with int8 weights, missing are {', '.join(chosen.missing)}; "
+            "install the packages that have them, or leave int8_weights out",
+            field="numerics",
+            expected="kernels for int8 weights",
+            got=chosen.missing,
+        )
+    params = kernel_params(config, params, dtype, int8_weights=numerics.int8_weights)
+    return Model(config=config, params=params, numerics=numerics, ops=ops, dtype=dtype)
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..ops.dispatch import Ops
 from ..state.config import Config
+from ..state.kv import CacheForm
 from ..state.numerics import Numerics
 from .params import Params
 from .rotary import layer_frequencies
@@ -44,6 +45,11 @@ class Model:
     def _frequencies(self) -> Mapping[int, Tensor]:
         ratios = set(self.config.compress_ratios)
         return {ratio: layer_frequencies(self.config, ratio).to(self.device) for ratio in ratios}
+
+    @property
+    def cache_form(self) -> CacheForm:
+        """What caches the kernels read."""
+        return "plain" if self.ops.paged is None else "ascend"
 
     @property
     def device(self) -> torch.device:

@@ -56,11 +56,12 @@ def write_rows(layout: KVLayout, metadata: AttentionMetadata, layers: range) -> 
     """
     slots = {"swa": metadata.swa_loc}
     if C4_RATIO in metadata.compressors:
-        c4 = metadata.compressors[C4_RATIO]
-        slots |= {"c4": c4.out_loc, "index": c4.out_loc, "c4_state": c4.state_loc, "index_state": c4.state_loc}
+        c4, entries = metadata.compressors[C4_RATIO], _entry_loc(metadata, C4_RATIO)
+        slots |= {"c4": entries, "index": entries, "index_scale": entries}
+        slots |= {"c4_state": c4.state_loc, "index_state": c4.state_loc}
     if C128_RATIO in metadata.compressors:
         c128 = metadata.compressors[C128_RATIO]
-        slots |= {"c128": c128.out_loc, "c128_state": c128.state_loc}
+        slots |= {"c128": _entry_loc(metadata, C128_RATIO), "c128_state": c128.state_loc}
     rows = {}
     for name, loc in slots.items():
         places = [layout.place(name, i) for i in layers if name in layout.buffers_of(i)]
@@ -68,6 +69,12 @@ def write_rows(layout: KVLayout, metadata: AttentionMetadata, layers: range) -> 
             first = torch.tensor(places, device=loc.device) * layout.n_slots(name)
             rows[name] = (first.unsqueeze(-1) + loc).flatten()
     return rows
+
+
+def _entry_loc(metadata: AttentionMetadata, ratio: int) -> Tensor:
+    """List the slots of closing entries; kernels fill their lists up with the sink."""
+    loc = metadata.compressors[ratio].out_loc
+    return loc if metadata.tables is None else torch.cat((loc, loc.new_zeros(1)))
 
 
 def paged_attention(

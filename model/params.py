@@ -11,6 +11,7 @@ from __future__ import annotations
 import attrs
 from torch import Tensor
 
+from ..ops.quantize import Int8Weight
 from ..state.values import value
 
 __all__ = [
@@ -21,7 +22,11 @@ __all__ = [
     "MoEParams",
     "Params",
     "StreamParams",
+    "Weight",
 ]
+
+Weight = Tensor | Int8Weight
+"""A matrix that a model may hold as int8; no function of the model looks into it but the operators."""
 
 
 @value
@@ -69,7 +74,7 @@ class IndexerParams:
         compressor: its own compressor, of width J.
     """
 
-    wq_b: Tensor
+    wq_b: Weight
     weights_proj: Tensor
     compressor: CompressorParams
 
@@ -86,20 +91,20 @@ class AttentionParams:
         wkv: float[D,H]. One head; key and value are the same vector.
         kv_norm: float[D].
         attn_sink: f32[N].
-        wo_a: float[G*U,N*D/G].
+        wo_a: float[G*U,N*D/G]; with Ascend kernels float[G,U,N*D/G], the last two axes stored in the other order.
         wo_b: float[H,G*U].
         compressor: None in ratio-0 layers.
         indexer: None outside ratio-4 layers.
     """
 
-    wq_a: Tensor
+    wq_a: Weight
     q_norm: Tensor
-    wq_b: Tensor
-    wkv: Tensor
+    wq_b: Weight
+    wkv: Weight
     kv_norm: Tensor
     attn_sink: Tensor
     wo_a: Tensor
-    wo_b: Tensor
+    wo_b: Weight
     compressor: CompressorParams | None
     indexer: IndexerParams | None
 
@@ -122,10 +127,10 @@ class MoEParams:
     gate: Tensor
     bias: Tensor | None
     tid2eid: Tensor | None
-    w13: Tensor
-    w2: Tensor
-    shared_w13: Tensor
-    shared_w2: Tensor
+    w13: Weight
+    w2: Weight
+    shared_w13: Weight
+    shared_w2: Weight
 
 
 @value

@@ -30,7 +30,7 @@ from . import (
     vocabulary,
 )
 
-__all__ = ["DIFFERENTIABLE", "FUSED", "INVARIANT", "REFERENCE", "Ops", "kernel_table"]
+__all__ = ["DIFFERENTIABLE", "FUSED", "INVARIANT", "REFERENCE", "Ops", "PagedOps", "kernel_table"]
 
 Kernel = Callable[..., Tensor]
 Kernels2 = Callable[..., tuple[Tensor, Tensor]]
@@ -38,8 +38,28 @@ Kernels3 = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 @attrs.frozen(eq=False, kw_only=True)
+class PagedOps:
+    """Kernels that read and write whole caches by tables of pages; signatures are those of ``ops/ascend/paged.py``.
+
+    A kernel table that has them runs its attention sublayer through them (``model/ascend.py``).
+    """
+
+    rotate: Kernel
+    compress: Kernels2
+    write_rows: Kernel
+    quantize_rows: Kernels2
+    index_metadata: Kernel
+    pick_entries: Kernel
+    attention_metadata: Kernel
+    attend: Kernel
+
+
+@attrs.frozen(eq=False, kw_only=True)
 class Ops:
-    """One implementation of every operator; signatures are those of the reference functions of the same name."""
+    """One implementation of every operator; signatures are those of the reference functions of the same name.
+
+    ``paged`` is None where the attention sublayer is made of the operators above it (``model/paged.py``).
+    """
 
     name: str
     embed_rows: Kernel
@@ -49,7 +69,7 @@ class Ops:
     rms_norm: Kernel
     normalize_query: Kernel
     apply_rotary: Kernel
-    mix_weights: Kernels3
+    enter_streams: Kernels3
     join_streams: Kernel
     update_streams: Kernel
     head_weights: Kernel
@@ -64,6 +84,7 @@ class Ops:
     hadamard: Kernel
     round_fp8: Kernel
     round_fp4: Kernel
+    paged: PagedOps | None = None
 
 
 REFERENCE: Final = Ops(
@@ -75,7 +96,7 @@ REFERENCE: Final = Ops(
     rms_norm=norms.rms_norm,
     normalize_query=norms.normalize_query,
     apply_rotary=rotary.apply_rotary,
-    mix_weights=streams.mix_weights,
+    enter_streams=streams.enter_streams,
     join_streams=streams.join_streams,
     update_streams=streams.update_streams,
     head_weights=streams.head_weights,
@@ -104,7 +125,7 @@ FUSED: Final = attrs.evolve(
     rms_norm=fused.rms_norm,
     normalize_query=fused.normalize_query,
     apply_rotary=fused.apply_rotary,
-    mix_weights=fused.mix_weights,
+    enter_streams=fused.enter_streams,
     pick_entries=fused.pick_entries,
     experts=fused.experts_sorted,
     expert=fused.expert,
@@ -119,7 +140,7 @@ INVARIANT: Final = attrs.evolve(
     rms_norm=invariant.by_rows(REFERENCE.rms_norm, 1),
     normalize_query=invariant.by_rows(REFERENCE.normalize_query, 1),
     apply_rotary=invariant.by_rows(REFERENCE.apply_rotary, 2),
-    mix_weights=invariant.by_rows(REFERENCE.mix_weights, 1),
+    enter_streams=invariant.by_rows(REFERENCE.enter_streams, 1),
     join_streams=invariant.by_rows(REFERENCE.join_streams, 2),
     update_streams=invariant.by_rows(REFERENCE.update_streams, 4),
     head_weights=invariant.by_rows(REFERENCE.head_weights, 1),
@@ -138,7 +159,7 @@ _TABLES: Final[Mapping[str, Ops]] = {"reference": REFERENCE, "fused": FUSED}
 
 
 def kernel_table(name: str | None, device: str, *, invariant: bool) -> Ops:
-    """Choose a kernel table.
+    """Choose a kernel table of this package; those of Ascend follow from what is installed (``ops/ascend``).
 
     Args:
         name: "reference", "fused", or None for the fastest that fits.
@@ -150,7 +171,7 @@ def kernel_table(name: str | None, device: str, *, invariant: bool) -> Ops:
         ConfigError: no such table, or one that cannot keep the promise.
     """
     if name is not None and name not in _TABLES:
-        names = ", ".join(_TABLES)
+        names = ", ".join((*_TABLES, "ascend"))
         raise ConfigError(f"kernels: expected one of {names}, got {name!r}", field="kernels", expected=names, got=name)
     if invariant:
         if name == "fused":

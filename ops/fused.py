@@ -17,9 +17,11 @@ from . import norms
 from .experts import gate_up, run_sorted
 from .indexer import masked_scores, padded_picks
 from .linear import grouped_linear as plain_grouped
+from .streams import join_streams
 
 __all__ = [
     "apply_rotary",
+    "enter_streams",
     "expert",
     "experts_sorted",
     "grouped_linear",
@@ -208,6 +210,14 @@ def mix_weights(
     post = torch.addcmul(base_post, post, s_post).sigmoid_().mul_(2)
     comb = torch.addcmul(base_comb, comb, s_comb).view(-1, n, n)
     return pre, post, _sinkhorn(comb, n_iters, eps)
+
+
+def enter_streams(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, n_iters: int, eps: float, norm_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what a sublayer reads and how its output comes back; see ``streams.enter_streams``."""
+    pre, post, comb = mix_weights(streams, fn, base, scale, n_iters=n_iters, eps=eps, norm_eps=norm_eps)
+    return join_streams(streams, pre), post, comb
 
 
 def pick_entries(scores: Tensor, visible: Tensor, count: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Quantise-dequantise through FP8 and FP4, and the Walsh-Hadamard rotation that precedes the latter.
+"""Quantise-dequantise through FP8 and FP4, the Walsh-Hadamard rotation that precedes the latter, and int8 weights.
 
 Source: DeepSeek-V4 ``inference/kernel.py`` (``act_quant``, ``fp4_act_quant``, ``hadamard_transform``); model sheet 2.9,
 2.12.
@@ -6,15 +6,49 @@ Source: DeepSeek-V4 ``inference/kernel.py`` (``act_quant``, ``fp4_act_quant``, `
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-__all__ = ["hadamard", "round_fp4", "round_fp8"]
+__all__ = ["Int8Weight", "hadamard", "int8_weight", "round_fp4", "round_fp8"]
 
 FP8_MAX = 448.0
 FP8_FLOOR = 1e-4  # smallest group maximum of the official kernel
 FP4_MAX = 6.0
 FP4_FLOOR = 6.0 * 2.0**-126  # keeps the scale a normal number
+
+
+INT8_MAX = 127.0
+
+
+class Int8Weight(NamedTuple):
+    """A weight as int8 codes; a pytree of two leaves.
+
+    Attributes:
+        codes: i8[F,H] or i8[E,F,H].
+        scales: f32[F] or f32[E,F]. One for every output channel.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+
+def int8_weight(w: Tensor) -> Int8Weight:
+    """Quantise a weight with one scale for every output channel.
+
+    Args:
+        w: float[F,H] or float[E,F,H].
+    Returns:
+        Codes and scales.
+    """
+    if w.dim() == 3:  # one expert after the other: the float32 copy of a layer's experts is large
+        parts = [int8_weight(one) for one in w]
+        return Int8Weight(codes=torch.stack([p.codes for p in parts]), scales=torch.stack([p.scales for p in parts]))
+    wide = w.float()
+    scales = wide.abs().amax(-1) / INT8_MAX
+    codes = wide / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)
+    return Int8Weight(codes=codes.round().to(torch.int8), scales=scales)
 
 
 def _power_of_two_scale(amax: Tensor, limit: float) -> Tensor:

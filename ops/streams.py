@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["head_weights", "join_streams", "mix_weights", "sinkhorn", "split_streams", "update_streams"]
+__all__ = [
+    "enter_streams",
+    "head_weights",
+    "join_streams",
+    "mix_weights",
+    "sinkhorn",
+    "split_streams",
+    "update_streams",
+]
 
 
 def split_streams(x: Tensor, n_streams: int) -> Tensor:
@@ -89,6 +97,26 @@ def join_streams(streams: Tensor, weights: Tensor) -> Tensor:
     Rounding: f32 inside, one rounding at the end.
     """
     return (weights.unsqueeze(-2) @ streams.float()).squeeze(-2).to(streams.dtype)
+
+
+def enter_streams(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, n_iters: int, eps: float, norm_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what a sublayer reads, and the two mixes that its output comes back by.
+
+    Args:
+        streams: float[...,M,H].
+        fn: f32[(2+M)*M,M*H]. As in ``mix_weights``, and so are the others.
+        base: f32[(2+M)*M].
+        scale: f32[3].
+        n_iters: Sinkhorn rounds.
+        eps: of ``pre`` and Sinkhorn.
+        norm_eps: of the norm over all streams.
+    Returns:
+        (y float[...,H], post f32[...,M], comb f32[...,M,M]).
+    """
+    pre, post, comb = mix_weights(streams, fn, base, scale, n_iters=n_iters, eps=eps, norm_eps=norm_eps)
+    return join_streams(streams, pre), post, comb
 
 
 def update_streams(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The command line: generate, score, info, record, diff, trace, serve, chat, bench-serve.
+"""The command line: generate, score, info, kernels, record, diff, trace, serve, chat, bench-serve.
 
 Standard output carries what was asked for and nothing else; progress, statistics and complaints go to standard error.
 
@@ -6,7 +6,8 @@ Standard output carries what was asked for and nothing else; progress, statistic
 exit code meaning
 ========= ===============================================================================================
 0         done
-1         it went wrong while running, or nobody reads the output any more; ``diff``: the runs differ
+1         it went wrong while running, or nobody reads the output any more; ``diff``: the runs differ;
+          ``kernels --self-test``: a kernel is wrong
 2         something that cannot be done was asked for
 130       interrupted
 ========= ===============================================================================================
@@ -41,6 +42,7 @@ from ..model.loading import load_model, model_folder
 from ..model.model import Model
 from ..model.shards import CONFIG_FILE
 from ..model.stages import STAGES
+from ..ops.ascend.providers import installed_schemas
 from ..state.errors import ConfigError, PurestepError, RequestError
 from ..state.sampling import SamplingParams
 from ..step.compare import compare_runs
@@ -49,6 +51,8 @@ from ..step.run_files import save_run
 from ..step.selfcheck import check_output
 from .costs import cache_costs
 from .info import info_tables, pairs_table, show_bytes
+from .kernel_report import kernel_device, kernel_table_view, machine_facts, report_fields, run_checks, verdict_table
+from .kernel_table import kernel_rows, load_packages, usable_providers
 from .load_plan import Endpoint, draw_arrivals, draw_prompts, read_prompts, read_tokenizer
 from .load_stats import load_tables, summarise
 from .records import diff_tables, read_pairs, read_run, record_run, row_independent
@@ -202,6 +206,35 @@ def info(
     """Show a model's configuration, layers, parameters and cache sizes."""
     for table in info_tables(_folder(model), context=context, requests=requests):
         table_console().print(table)
+
+
+@app.command()
+def kernels(
+    chip: Annotated[str, typer.Option(help="a2 (910B), a3 (910C) or a5 (950).")] = "a3",
+    self_test: Annotated[bool, typer.Option("--self-test", help="Run every kernel against the reference.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON instead of tables.")] = False,
+) -> None:
+    """Show what runs each operator on an Ascend chip, or check the kernels of this machine."""
+    packages = load_packages()
+    installed = installed_schemas()
+    rows = kernel_rows(chip, installed)
+    providers = usable_providers(chip, installed) if self_test else None
+    if self_test and providers is None:
+        raise ConfigError(
+            "kernels: expected some Ascend operators to check, got none registered; see 'purestep kernels'"
+        )
+    device = kernel_device()
+    facts = machine_facts(packages, chip, device)
+    verdicts = () if providers is None else run_checks(providers, device)
+    if as_json:
+        typer.echo(json.dumps(report_fields(facts, rows, verdicts), indent=2))
+    else:
+        for table in (pairs_table("Machine", facts.items()), kernel_table_view(rows)):
+            table_console().print(table)
+        if verdicts:
+            table_console().print(verdict_table(verdicts))
+    if any(one.verdict in ("fails", "error") for one in verdicts):
+        raise typer.Exit(1)
 
 
 @app.command()

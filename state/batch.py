@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .captured import Captured
+from .paged_tables import AscendTables
 from .values import value
 
 __all__ = [
@@ -189,12 +190,14 @@ class AttentionMetadata:
         compressors: ratio -> where its compressor reads and writes; absent ratios are not in the model.
         singles: rows with one token, or None.
         chunks: rows with several tokens.
+        tables: what Ascend kernels read by, instead of singles and chunks; None for caches of the plain form.
     """
 
     swa_loc: Tensor
     compressors: Mapping[int, CompressorMetadata]
     singles: SingleMetadata | None
     chunks: tuple[ChunkMetadata, ...]
+    tables: AscendTables | None = None
 
 
 @value

@@ -34,6 +34,7 @@ def read_rows_taken(ledger: Ledger) -> Found:
         "swa": (sizes.page_size, "free_swa_pages"),
         "c4": (sizes.c4_page, "free_pages"),
         "index": (sizes.c4_page, "free_pages"),
+        "index_scale": (sizes.c4_page, "free_pages"),
         "c128": (C128_PAGE, "free_c128_pages"),
         "c4_state": (C4_RING, "free_swa_pages"),
         "index_state": (C4_RING, "free_swa_pages"),

@@ -5,7 +5,8 @@ buffer      shape token          content
 =========== ==================== ==================================================================================
 swa         float[L*S,D]         window entries of every layer, by window slot
 c4          float[L*S,D]         compressed entries of ratio-4 layers, by full slot div 4
-index       float[L*S,J]         index keys of ratio-4 layers, by full slot div 4
+index       float[L*S,J]         index keys of ratio-4 layers, by full slot div 4; i8 in the Ascend form
+index_scale f16[L*S,1]           scale of every index key; in the Ascend form only
 c128        float[L*S,D]         compressed entries of ratio-128 layers, by C128 slot
 c4_state    f32[L*S,4*D]         pooling state: ring of 8 rows per window page, values then scores (halves a, b each)
 index_state f32[L*S,4*J]         the same for the index keys
@@ -22,23 +23,33 @@ decode-path sheet 4.1, 4.5.
 from __future__ import annotations
 
 from math import lcm
-from typing import Final
+from typing import Final, Literal
 
 import attrs
 import torch
 
 from .capacity import C4_RATIO, C128_PAGE, C128_RATIO, PoolSizes
 from .config import Config
+from .errors import ConfigError
 from .handles import Handle, create_handle
 from .values import value
 
-__all__ = ["C4_RING", "C128_RING", "KVLayout", "KVState", "init_kv"]
+__all__ = ["BLOCK_ROWS", "C4_RING", "C128_RING", "CacheForm", "KVLayout", "KVState", "init_kv"]
 
 C4_RING: Final = 8
 """State rows per window page: the group being filled and the one before it."""
 
 C128_RING: Final = 128
 """State rows per request: the group being filled."""
+
+CacheForm = Literal["plain", "ascend"]
+"""Who reads the caches: this package's own functions, or Ascend kernels, with int8 index keys and tables of pages."""
+
+BLOCK_ROWS: Final = 16
+"""Ascend kernels take cache blocks of a multiple of this many rows."""
+
+MAX_BLOCK: Final = 1024
+"""Rows of their largest block."""
 
 
 def _state_rows(size: int, ring: int, ratio: int) -> int:
@@ -54,26 +65,43 @@ class KVLayout:
         sizes: numbers of pages and rows.
         kinds: compress ratio of every layer.
         places: index of every layer within its kind (in the ratio-4 or ratio-128 buffers).
+        form: who reads them.
     """
 
     sizes: PoolSizes
     kinds: tuple[int, ...]
     places: tuple[int, ...]
+    form: CacheForm = "plain"
 
     @classmethod
-    def of(cls, config: Config, sizes: PoolSizes) -> KVLayout:
-        """Lay out the caches of a model."""
+    def of(cls, config: Config, sizes: PoolSizes, form: CacheForm = "plain") -> KVLayout:
+        """Lay out the caches of a model.
+
+        Raises:
+            ConfigError: the kernels that read them do not take such pages.
+        """
+        step = BLOCK_ROWS * C4_RATIO
+        if form == "ascend" and (sizes.page_size % step or sizes.page_size > MAX_BLOCK):
+            raise ConfigError(
+                f"page_size: expected a multiple of {step}, at most {MAX_BLOCK}, for Ascend kernels, got "
+                f"{sizes.page_size}; 128 is what production uses",
+                field="page_size",
+                expected=f"multiple of {step}",
+                got=sizes.page_size,
+            )
         seen = {0: 0, C4_RATIO: 0, C128_RATIO: 0}
         places = []
         for ratio in config.compress_ratios:
             places.append(seen[ratio])
             seen[ratio] += 1
-        return cls(sizes=sizes, kinds=tuple(config.compress_ratios), places=tuple(places))
+        return cls(sizes=sizes, kinds=tuple(config.compress_ratios), places=tuple(places), form=form)
 
     def n_layers(self, name: str) -> int:
         """Layers that a buffer holds."""
         if name == "swa":
             return len(self.kinds)
+        if name == "index_scale" and self.form == "plain":
+            return 0
         return self.kinds.count(C128_RATIO if name.startswith("c128") else C4_RATIO)
 
     def n_slots(self, name: str) -> int:
@@ -83,6 +111,7 @@ class KVLayout:
             "swa": (sizes.swa_pages + 1) * sizes.page_size,
             "c4": (sizes.pages + 1) * sizes.c4_page,
             "index": (sizes.pages + 1) * sizes.c4_page,
+            "index_scale": (sizes.pages + 1) * sizes.c4_page,
             "c128": (sizes.c128_pages + 1) * C128_PAGE,
             "c4_state": _state_rows(sizes.swa_pages * C4_RING, C4_RING, C4_RATIO),
             "index_state": _state_rows(sizes.swa_pages * C4_RING, C4_RING, C4_RATIO),
@@ -101,7 +130,8 @@ class KVLayout:
         """Names of the buffers that a layer writes."""
         ratio = self.kinds[layer]
         if ratio == C4_RATIO:
-            return ("swa", "c4", "index", "c4_state", "index_state")
+            scales = ("index_scale",) if self.form == "ascend" else ()
+            return ("swa", "c4", "index", *scales, "c4_state", "index_state")
         return ("swa", "c128", "c128_state") if ratio == C128_RATIO else ("swa",)
 
 
@@ -129,7 +159,9 @@ class KVState:
         return self.handle.spec("swa")[2]
 
 
-def init_kv(config: Config, sizes: PoolSizes, dtype: torch.dtype, device: torch.device) -> KVState:
+def init_kv(
+    config: Config, sizes: PoolSizes, dtype: torch.dtype, device: torch.device, form: CacheForm = "plain"
+) -> KVState:
     """Allocate empty caches.
 
     Args:
@@ -137,10 +169,11 @@ def init_kv(config: Config, sizes: PoolSizes, dtype: torch.dtype, device: torch.
         sizes: numbers of pages and rows.
         dtype: of entries; pooling state is f32.
         device: where they lie.
+        form: who reads them.
     Returns:
         Zeroed pools and states of (value 0, score -inf).
     """
-    layout = KVLayout.of(config, sizes)
+    layout = KVLayout.of(config, sizes, form)
     widths = {
         "swa": config.head_dim,
         "c4": config.head_dim,
@@ -150,14 +183,17 @@ def init_kv(config: Config, sizes: PoolSizes, dtype: torch.dtype, device: torch.
         "index_state": 4 * config.index_head_dim,
         "c128_state": 2 * config.head_dim,
     }
+    dtypes = {"c4_state": torch.float32, "index_state": torch.float32, "c128_state": torch.float32}
+    if form == "ascend":
+        widths["index_scale"] = 1
+        dtypes |= {"index": torch.int8, "index_scale": torch.float16}
     buffers = {}
     for name, width in widths.items():
         n_rows = layout.n_layers(name) * layout.n_slots(name)
         if not n_rows:
             continue
-        is_state = name.endswith("_state")
-        buffer = torch.zeros((n_rows, width), dtype=torch.float32 if is_state else dtype, device=device)
-        if is_state:
+        buffer = torch.zeros((n_rows, width), dtype=dtypes.get(name, dtype), device=device)
+        if name.endswith("_state"):
             buffer[:, width // 2 :] = -torch.inf
         buffers[name] = buffer
     return KVState(layout=layout, handle=create_handle(buffers))

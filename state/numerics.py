@@ -23,6 +23,8 @@ class Numerics:
         query_norm_rounding: per-head query norm with every step rounded to the model's dtype instead of f32 inside.
         probability_rounding: attention probabilities rounded to the model's dtype before they meet the values.
         clamp_shared_expert: apply ``swiglu_limit`` to the shared expert as well (the first official upload did not).
+        int8_weights: round linear and expert weights to int8 by output channel, and the rows that meet them to int8 by
+            row (W8A8); with Ascend kernels only.
         invariant: compute every row in an order that does not depend on which rows or chunks it came with, so that
             results are equal bit for bit over batch, row place and chunking.
     """
@@ -34,12 +36,22 @@ class Numerics:
     query_norm_rounding: bool = False
     probability_rounding: bool = False
     clamp_shared_expert: bool = True
+    int8_weights: bool = False
     invariant: bool = False
 
     @classmethod
     def plain(cls) -> Numerics:
         """Return plain mathematics: nothing is rounded beyond the model's dtype; the default in float32."""
         return cls()
+
+    @classmethod
+    def ascend(cls, *, int8_weights: bool = False) -> Numerics:
+        """Return what Ascend kernels compute on A2 and A3: bfloat16 caches, index keys rotated (and kept as int8).
+
+        Args:
+            int8_weights: as below; these chips have no FP8.
+        """
+        return cls(indexer_hadamard=True, int8_weights=int8_weights)
 
     @classmethod
     def official(cls) -> Numerics:

@@ -20,7 +20,7 @@ def owned_step(model: Model, state: DecodeState) -> Iterator[None]:
         model: the model that steps.
         state: the state that is stepped.
     Raises:
-        ConfigError: the state was made for another configuration, other numerics or another dtype.
+        ConfigError: the state was made for another configuration, other numerics, another dtype or other kernels.
     """
     held = state.kv.dtype
     if state.config is not model.config and state.config != model.config:
@@ -44,6 +44,14 @@ def owned_step(model: Model, state: DecodeState) -> Iterator[None]:
             field="dtype",
             expected=model.dtype,
             got=held,
+        )
+    if state.kv.layout.form != model.cache_form:
+        raise ConfigError(
+            f"state: expected caches of the {model.cache_form} form, got {state.kv.layout.form}; build it with "
+            "init_state(model, capacity)",
+            field="kernels",
+            expected=model.cache_form,
+            got=state.kv.layout.form,
         )
     with ExitStack() as stack:
         for handle in (state.table.handle, state.kv.handle, state.relay):

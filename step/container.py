@@ -36,6 +36,7 @@ DTYPES: Final = {
     "F16": torch.float16,
     "I64": torch.int64,
     "I32": torch.int32,
+    "I8": torch.int8,
     "BOOL": torch.bool,
     "U8": torch.uint8,
 }

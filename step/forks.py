@@ -160,8 +160,9 @@ def _page_copies(sizes: PoolSizes, n_rest: int, full: tuple[int, int], swa: tupl
     # Where a page starts within the ring depends on the page number, so ring rows are matched by position.
     live = np.arange(max(0, n_rest - C4_RING), n_rest)
     source, target = (c4_state_loc(page * sizes.page_size + live, sizes.page_size) for page in swa)
+    groups = (full[0] * sizes.c4_page + entries, full[1] * sizes.c4_page + entries)
     return [
         ("swa", swa[0] * sizes.page_size + rest, swa[1] * sizes.page_size + rest),
-        *((name, full[0] * sizes.c4_page + entries, full[1] * sizes.c4_page + entries) for name in ("c4", "index")),
+        *((name, *groups) for name in ("c4", "index", "index_scale")),
         *((name, source, target) for name in ("c4_state", "index_state")),
     ]

@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from ..state.batch import ForwardBatch, ScheduleBatch
 from ..state.decode import DecodeState
+from ..state.errors import ConfigError
 from ..state.ids import Layout, PlainLayout, VirtualLoc
 from ..state.table import read_table
+from .ascend import ascend_metadata
 from .metadata import attention_metadata, token_positions
 
 __all__ = ["forward_batch"]
 
 
 def forward_batch(
-    state: DecodeState, batch: ScheduleBatch, *, layout: Layout | None = None, rowwise: bool = False
+    state: DecodeState,
+    batch: ScheduleBatch,
+    *,
+    layout: Layout | None = None,
+    rowwise: bool = False,
+    bucket: int | None = None,
 ) -> ForwardBatch:
     """Build the model's view of a prepared step.
 
@@ -28,15 +36,29 @@ def forward_batch(
         batch: what that returned.
         layout: id space of the write locations; default the plain one, where a slot is a pool row.
         rowwise: as in ``attention_metadata``; what a model with ``numerics.invariant`` needs.
+        bucket: rows to pad a decode to, for caches that Ascend kernels read; what the model computes with is then as
+            long as the bucket, and what says which requests run is not.
     Returns:
         Index tensors on the model's device; ``positions == seq_lens - 1`` in a decode.
+    Raises:
+        ConfigError: a bucket that the step does not fit, or for other caches.
     """
+    if bucket is not None and state.kv.layout.form != "ascend":
+        raise ConfigError(
+            f"bucket: expected None for caches of the {state.kv.layout.form} form, got {bucket}",
+            field="bucket",
+            expected=None,
+            got=bucket,
+        )
     device = state.kv.device
     _, positions = token_positions(batch)
     with read_table(state.table) as tables:
-        metadata = attention_metadata(
-            batch, tables, state.kv.layout, state.config.sliding_window, device, rowwise=rowwise
-        )
+        if state.kv.layout.form == "ascend":
+            metadata = ascend_metadata(batch, tables, state.kv.layout, device, bucket=bucket)
+        else:
+            metadata = attention_metadata(
+                batch, tables, state.kv.layout, state.config.sliding_window, device, rowwise=rowwise
+            )
     pool_rows = torch.from_numpy(batch.req_pool_indices).to(device)
     if batch.input_ids is None:
         input_ids = state.relay.rows("token_ids", pool_rows)
@@ -45,18 +67,20 @@ def forward_batch(
     layout = layout or PlainLayout(page_size=state.table.sizes.page_size)
     virtual = torch.from_numpy(batch.out_cache_loc).to(device)
     seq_lens = torch.from_numpy(batch.seq_lens).to(device)
+    last_rows = np.cumsum(batch.extend_lens) - 1 if bucket is None else np.arange(bucket)
+    n_idle = 0 if bucket is None else bucket - len(positions)
     return ForwardBatch(
         forward_mode=batch.forward_mode,
         batch_size=len(batch.request_ids),
-        input_ids=input_ids,
+        input_ids=F.pad(input_ids, (0, n_idle)),
         req_pool_indices=pool_rows,
         seq_lens=seq_lens,
         seq_lens_cpu=batch.seq_lens,
         seq_lens_sum=batch.seq_lens_sum,
         orig_seq_lens=torch.from_numpy(batch.orig_seq_lens).to(device),
-        positions=torch.from_numpy(positions).to(device),
+        positions=F.pad(torch.from_numpy(positions).to(device), (0, n_idle)),
         out_cache_loc=layout.kernel(VirtualLoc(ids=virtual)).ids,
         out_cache_loc_virtual=virtual if layout.is_translating else None,
-        last_rows=torch.from_numpy(np.cumsum(batch.extend_lens) - 1).to(device),
+        last_rows=torch.from_numpy(last_rows).to(device),
         metadata=metadata,
     )

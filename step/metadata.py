@@ -26,7 +26,7 @@ from ..state.batch import (
 from ..state.capacity import C4_RATIO, C128_PAGE, C128_RATIO
 from ..state.kv import C4_RING, C128_RING, KVLayout
 
-__all__ = ["attention_metadata", "c4_state_loc", "token_positions"]
+__all__ = ["Reader", "attention_metadata", "c4_state_loc", "compressor_metadata", "token_positions"]
 
 Ints = NDArray[np.int64]
 
@@ -45,8 +45,8 @@ def c4_state_loc(swa_loc: Ints, page_size: int) -> Ints:
 
 
 @attrs.frozen(eq=False)
-class _Reader:
-    """Host lookups in one version of the request table.
+class Reader:
+    """Host lookups in one version of the request table, while it is being read.
 
     Attributes:
         tables: buffers as numpy arrays.
@@ -59,13 +59,16 @@ class _Reader:
     device: torch.device
 
     def full_loc(self, rows: Ints, positions: Ints) -> Ints:
+        """Look up the full slots of positions of table rows."""
         context = self.layout.sizes.context
         return self.tables["req_to_token"][rows * context + positions].astype(np.int64)
 
     def swa_loc(self, rows: Ints, positions: Ints) -> Ints:
+        """Look up their window slots."""
         return self.tables["full_to_swa"][self.full_loc(rows, positions)]
 
     def tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
+        """Copy numbers to the device."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
 
@@ -91,20 +94,14 @@ def attention_metadata(
     Returns:
         What the layers read and write by.
     """
-    reader = _Reader(tables, layout, device)
+    reader = Reader(tables, layout, device)
     rows, positions = token_positions(batch)
     lens = batch.extend_lens
     starts = np.cumsum(lens) - lens
     single = np.arange(len(rows)) if rowwise else starts[lens == 1]
-    locs = batch.out_cache_loc_dsv4
-    compressors = {}
-    if C4_RATIO in layout.kinds:
-        compressors[C4_RATIO] = _c4(reader, batch, rows, positions)
-    if C128_RATIO in layout.kinds:
-        compressors[C128_RATIO] = _c128(reader, batch, rows, positions)
     return AttentionMetadata(
-        swa_loc=reader.tensor(locs.out_swa_loc),
-        compressors=compressors,
+        swa_loc=reader.tensor(batch.out_cache_loc_dsv4.out_swa_loc),
+        compressors=compressor_metadata(reader, batch),
         singles=_singles(reader, batch, rows, positions, single, window, rowwise) if len(single) else None,
         chunks=tuple(
             _chunk(reader, batch, int(i), int(starts[i]), window) for i in np.flatnonzero(lens > 1) if not rowwise
@@ -112,7 +109,18 @@ def attention_metadata(
     )
 
 
-def _c4(reader: _Reader, batch: ScheduleBatch, rows: Ints, positions: Ints) -> CompressorMetadata:
+def compressor_metadata(reader: Reader, batch: ScheduleBatch) -> dict[int, CompressorMetadata]:
+    """Say where the compressors of a step read and write: ratio -> metadata, for the ratios of the layout."""
+    rows, positions = token_positions(batch)
+    found = {}
+    if C4_RATIO in reader.layout.kinds:
+        found[C4_RATIO] = _c4(reader, batch, rows, positions)
+    if C128_RATIO in reader.layout.kinds:
+        found[C128_RATIO] = _c128(reader, batch, rows, positions)
+    return found
+
+
+def _c4(reader: Reader, batch: ScheduleBatch, rows: Ints, positions: Ints) -> CompressorMetadata:
     size = reader.layout.sizes.page_size
     swa = batch.out_cache_loc_dsv4.out_swa_loc
     later = positions + C4_RING
@@ -137,7 +145,7 @@ def _c4(reader: _Reader, batch: ScheduleBatch, rows: Ints, positions: Ints) -> C
     )
 
 
-def _c128(reader: _Reader, batch: ScheduleBatch, rows: Ints, positions: Ints) -> CompressorMetadata:
+def _c128(reader: Reader, batch: ScheduleBatch, rows: Ints, positions: Ints) -> CompressorMetadata:
     pool_rows = batch.req_pool_indices
     keep = np.flatnonzero(positions + C128_RING >= batch.seq_lens[rows])
 
@@ -160,7 +168,7 @@ def _c128(reader: _Reader, batch: ScheduleBatch, rows: Ints, positions: Ints) ->
 
 
 def _compressor(
-    reader: _Reader,
+    reader: Reader,
     batch: ScheduleBatch,
     rows: Ints,
     positions: Ints,
@@ -199,7 +207,7 @@ def _compressor(
 
 
 def _singles(
-    reader: _Reader,
+    reader: Reader,
     batch: ScheduleBatch,
     rows: Ints,
     positions: Ints,
@@ -233,7 +241,7 @@ def _singles(
     )
 
 
-def _chunk(reader: _Reader, batch: ScheduleBatch, i: int, start: int, window: int) -> ChunkMetadata:
+def _chunk(reader: Reader, batch: ScheduleBatch, i: int, start: int, window: int) -> ChunkMetadata:
     prefix, seq, row = int(batch.prefix_lens[i]), int(batch.seq_lens[i]), batch.req_pool_indices[i]
     first = max(0, prefix - window + 1)
     ends = np.arange(seq // C4_RATIO) * C4_RATIO + C4_RATIO - 1

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..state.config_reading import config_to_dict
 from ..state.decode import DecodeState, Request
 from ..state.errors import CheckpointError, RequestError
+from ..state.numerics import Numerics
 from ..state.sampling import SEED_LIMIT, SamplingParams, SamplingRow, check_vocabulary
 from ..state.tokens import TokenLog
 
@@ -40,6 +41,7 @@ def model_record(state: DecodeState) -> dict[str, Any]:
         "fingerprint": state.fingerprint,
         "dtype": str(state.kv.dtype).removeprefix("torch."),
         "numerics": attrs.asdict(state.numerics),
+        "caches": state.kv.layout.form,
     }
 
 
@@ -51,17 +53,22 @@ def require_model(expected: Mapping[str, Any], found: Mapping[str, Any], where: 
         found: the one that was saved.
         where: for the message.
     Raises:
-        CheckpointError: configuration, weights, dtype or numerics differ.
+        CheckpointError: configuration, weights, dtype, numerics or the form of the caches differ.
     """
     names = {
         "config": "another configuration",
         "dtype": f"dtype {found['dtype']}",
         "numerics": "other numerics",
+        "caches": f"caches of the {found.get('caches', 'plain')} form",
         "fingerprint": "other weights",
     }
+    # What was saved before a choice existed was made with its default.
+    numerics = attrs.asdict(Numerics()) | found["numerics"]
+    found = {"caches": "plain"} | dict(found) | {"numerics": numerics}
     for name, what in names.items():
         if found[name] != expected[name]:
-            shown = (expected[name], found[name]) if name in ("dtype", "fingerprint") else ("the model's", what)
+            is_short = name in ("dtype", "caches", "fingerprint")
+            shown = (expected[name], found[name]) if is_short else ("the model's", what)
             raise CheckpointError(
                 f"{where}: was made with {what}: expected {shown[0]}, got {shown[1]}; use the model it was made with",
                 field=name,

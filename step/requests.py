@@ -75,7 +75,7 @@ def init_state(model: Model, capacity: Capacity, *, page_size: int = 128, seed: 
         next_id=0,
         requests=(),
         table=init_table(sizes),
-        kv=init_kv(model.config, sizes, model.dtype, model.device),
+        kv=init_kv(model.config, sizes, model.dtype, model.device, model.cache_form),
         relay=create_handle({"token_ids": torch.zeros(sizes.requests + 1, dtype=torch.int64, device=model.device)}),
         sampling=SamplingState(rows=()),
         launched=None,

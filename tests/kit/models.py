@@ -18,7 +18,7 @@ from purestep.model.loading import build_model
 from purestep.state.config_reading import config_from_dict
 from torch import Tensor
 
-__all__ = ["VOCAB", "tiny_model"]
+__all__ = ["VOCAB", "spread", "tiny_model"]
 
 VOCAB = 32
 
@@ -57,11 +57,11 @@ def tiny_model(ratios: tuple[int, ...] = (0, 4, 128), *, window: int = 8, seed: 
     config = config_from_dict(raw | {"hc_sinkhorn_iters": 2})
     generator = torch.Generator().manual_seed(seed)
     leaves = leaves_from_params(init_params(config, generator, torch.float32))
-    drawn = {path: _spread(path, leaf, generator) for path, leaf in leaves.items()}
+    drawn = {path: spread(path, leaf, generator) for path, leaf in leaves.items()}
     return build_model(config, params_from_leaves(drawn))
 
 
-def _spread(path: str, leaf: Tensor, generator: torch.Generator) -> Tensor:
+def spread(path: str, leaf: Tensor, generator: torch.Generator) -> Tensor:
     """Give a leaf values that matter: fresh models start so small and so neutral that faults would not show."""
     if not leaf.is_floating_point():
         return leaf

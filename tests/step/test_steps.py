@@ -358,7 +358,9 @@ def test_public_functions_are_pure(state: ps.DecodeState) -> None:
 
 @examples(10)
 @given(
-    operator=st.sampled_from(("linear", "rms_norm", "attend", "pool_group", "mix_weights", "experts", "head_weights")),
+    operator=st.sampled_from(
+        ("linear", "rms_norm", "attend", "pool_group", "enter_streams", "experts", "head_weights")
+    ),
     call=st.integers(0, 8),
     error=st.sampled_from((RuntimeError, KeyboardInterrupt, SystemExit)),
     is_decode=st.booleans(),

@@ -1,0 +1,1 @@
+"""Kernels of Ascend NPUs: recorded schemas, which package provides which operator, and the operators made of them."""

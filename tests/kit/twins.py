@@ -1,0 +1,107 @@
+"""Two states, one per model of a pair, driven through the same operations and compared after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+import purestep as ps
+from kit.ascend import Pair
+from kit.steps import ENDLESS
+from torch import Tensor
+
+__all__ = ["TOLERANCE", "Twins", "row_errors"]
+
+TOLERANCE = 0.04
+"""Largest difference of a row of logits, by root mean square, as a share of the row's own.
+
+What differs: mHC products with 10 mantissa bits, entries pooled and normed without a rounding in between, index keys of
+int8, expert outputs weighted and summed in bfloat16. Three layers of that measure 0.01 to 0.02."""
+
+
+CHOICES = ("attn.picks", "ffn.expert_ids")
+
+
+def row_errors(found: Tensor, expected: Tensor) -> Tensor:
+    """Measure every row's difference: f32[T]."""
+    return (found - expected).square().mean(-1).sqrt() / expected.square().mean(-1).sqrt()
+
+
+@attrs.define
+class Twins:
+    """One state per model; every operation runs on both.
+
+    Attributes:
+        pair: the models.
+        kernels: state of the one on kernels.
+        plain: state of the other.
+        worst: largest row error so far.
+        tolerance: largest row error that passes.
+        is_choosing: force the kernels' choices of experts and entries on the plain model, for near-ties.
+    """
+
+    pair: Pair
+    kernels: ps.DecodeState
+    plain: ps.DecodeState
+    worst: float = 0.0
+    is_choosing: bool = False
+    tolerance: float = TOLERANCE
+
+    @classmethod
+    def fresh(cls, pair: Pair, *, requests: int = 4, context: int = 512, page_size: int = 64, **limits: int) -> Twins:
+        """Build two empty states with room for all requests."""
+        capacity = ps.Capacity(requests=requests, tokens=requests * (context + page_size), context=context, **limits)
+        states = [ps.init_state(model, capacity, page_size=page_size) for model in (pair.kernels, pair.plain)]
+        return cls(pair, *states)
+
+    def open(self) -> int:
+        """Open a request in both."""
+        self.kernels, request_id = ps.open_request(self.kernels, ENDLESS)
+        self.plain, other = ps.open_request(self.plain, ENDLESS)
+        assert request_id == other
+        return request_id
+
+    def fork(self, request_id: int, at: int | None = None) -> int:
+        """Fork a request in both."""
+        self.kernels, fork = ps.fork_request(self.kernels, request_id, at=at)
+        self.plain, other = ps.fork_request(self.plain, request_id, at=at)
+        assert fork == other
+        return fork
+
+    def rewind(self, request_id: int, n: int) -> None:
+        """Cut a request's history in both."""
+        self.kernels = ps.rewind_request(self.kernels, request_id, n)
+        self.plain = ps.rewind_request(self.plain, request_id, n)
+
+    def retract(self, request_id: int) -> None:
+        """Take a request's memory back in both."""
+        self.kernels = ps.retract_request(self.kernels, request_id)
+        self.plain = ps.retract_request(self.plain, request_id)
+
+    def close(self, request_id: int) -> None:
+        """Close a request in both."""
+        self.kernels = ps.close_request(self.kernels, request_id)
+        self.plain = ps.close_request(self.plain, request_id)
+
+    def extend(self, chunks: Mapping[int, Sequence[int]]) -> Tensor:
+        """Feed chunks without sampling and compare every position's logits; return the kernels'."""
+        options = {"sample": False, "logits": "all", "capture": CHOICES if self.is_choosing else ()}
+        self.kernels, found = ps.extend_step(self.pair.kernels, self.kernels, chunks, **options)
+        options = {"sample": False, "logits": "all", "replay": found.captured}
+        self.plain, expected = ps.extend_step(self.pair.plain, self.plain, chunks, **options)
+        return self._compare(found.logits, expected.logits)
+
+    def decode(self, force: Mapping[int, int]) -> Tensor:
+        """Decode one forced token each, and compare; return the kernels' logits."""
+        options = {"only": list(force), "force": force}
+        capture = CHOICES if self.is_choosing else ()
+        self.kernels, found = ps.decode_step(self.pair.kernels, self.kernels, capture=capture, **options)
+        self.plain, expected = ps.decode_step(self.pair.plain, self.plain, replay=found.captured, **options)
+        return self._compare(found.logits, expected.logits)
+
+    def _compare(self, found: Tensor, expected: Tensor) -> Tensor:
+        assert found.isfinite().all()
+        errors = row_errors(found, expected)
+        self.worst = max(self.worst, float(errors.max()))
+        assert self.worst < self.tolerance, f"rows differ by {errors.tolist()} of their size"
+        return found
