@@ -92,7 +92,8 @@ app = typer.Typer(cls=_Commands, add_completion=False, pretty_exceptions_enable=
 
 ModelName = Annotated[str, typer.Option("--model", help='"tiny", or the folder of a checkpoint.')]
 Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16; default the checkpoint's own.")]
-Kernels = Annotated[str | None, typer.Option(help="reference or fused; default the fastest that fits.")]
+Kernels = Annotated[str | None, typer.Option(help="reference, fused or ascend; default the fastest that fits.")]
+Chip = Annotated[str | None, typer.Option(help="a2 or a3; with Ascend kernels.")]
 
 
 def main() -> None:
@@ -120,6 +121,7 @@ def generate(
     model: ModelName = "tiny",
     dtype: Dtype = None,
     kernels: Kernels = None,
+    chip: Chip = None,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
@@ -151,7 +153,7 @@ def generate(
         seed=secrets.randbits(32) if seed is None else seed,
     )
     text = _prompt_text(STDIN if prompt is None else prompt)
-    loaded = _load(model, dtype, kernels)
+    loaded = _load(model, dtype, kernels, chip)
     ids = _prompt_ids(loaded, text)
     if echo:
         write_text(text)
@@ -168,6 +170,7 @@ def score(
     model: ModelName = "tiny",
     dtype: Dtype = None,
     kernels: Kernels = None,
+    chip: Chip = None,
     context: Annotated[int | None, typer.Option(help="Tokens in a window; default 512, or all of the model's.")] = None,
     stride: Annotated[int | None, typer.Option(help="Tokens from window to window; default half a window.")] = None,
     batch: Annotated[int, typer.Option(help="Windows that run together.")] = 4,
@@ -178,7 +181,7 @@ def score(
 ) -> None:
     """Measure how many bits a byte of text costs under the model, through the caches that decode uses."""
     texts = [(name, read_text(name)) for name in files]
-    loaded = _load(model, dtype, kernels)
+    loaded = _load(model, dtype, kernels, chip)
     context = min(512, loaded.config.max_position_embeddings) if context is None else context
     stride = max(1, context // 2) if stride is None else stride
     scores = []
@@ -244,6 +247,7 @@ def record(
     model: ModelName = "tiny",
     dtype: Dtype = None,
     kernels: Kernels = None,
+    chip: Chip = None,
     invariant: Annotated[bool, typer.Option("--invariant", help="Compute every row alone, bit for bit.")] = False,
     stages: Annotated[
         str | None, typer.Option(help="Stages to keep, like attn.input,3.ffn.output; default all of all layers.")
@@ -256,7 +260,7 @@ def record(
     if out.exists() and not out.is_dir():
         raise RequestError(f"OUT: expected a folder to write to, got the file {out}", field="out", got=out)
     texts = [_prompt_text(prompt) for prompt in prompts]
-    loaded = _load(model, dtype, kernels)
+    loaded = _load(model, dtype, kernels, chip)
     if invariant:
         loaded = row_independent(loaded, kernels)
     ids = [_prompt_ids(loaded, text) for text in texts]
@@ -294,6 +298,7 @@ def trace(
     model: ModelName = "tiny",
     dtype: Dtype = None,
     kernels: Kernels = None,
+    chip: Chip = None,
     histories: Annotated[str, typer.Option(help="Tokens that every request has at the start.")] = "10,7,20",
     steps: Annotated[int, typer.Option(min=1, help="Decode steps to trace.")] = 4,
     page_size: Annotated[int, typer.Option(help="Tokens per page, a multiple of 4.")] = 4,
@@ -308,7 +313,7 @@ def trace(
         if file is not None and not file.parent.is_dir():
             raise RequestError(f"{name}: expected a file in a folder that exists, got {file}", field=name, got=file)
     texts, lengths = [_prompt_text(prompt) for prompt in prompts or ()], parse_histories(histories)
-    loaded = _load(model, dtype, kernels)
+    loaded = _load(model, dtype, kernels, chip)
     ids = [_prompt_ids(loaded, text) for text in texts] or history_prompts(loaded, lengths)
     with progress_bar("steps") as report:
         traces = trace_run(loaded, ids, steps=steps, page_size=page_size, progress=report)
@@ -339,6 +344,7 @@ def serve(
     ] = None,
     dtype: Dtype = None,
     kernels: Kernels = None,
+    chip: Chip = None,
     invariant: Annotated[
         bool, typer.Option("--invariant", help="Compute every row alone, bit for bit, whatever it is batched with.")
     ] = False,
@@ -369,7 +375,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, with the endpoints of OpenAI's interface."""
     startup, site, engine = (_optional(name) for name in ("startup", "protocol_site", "engine"))
-    loaded = _load(model, dtype, kernels)
+    loaded = _load(model, dtype, kernels, chip)
     if invariant:
         loaded = row_independent(loaded, kernels)
     longest = loaded.config.max_position_embeddings
@@ -403,6 +409,7 @@ def chat(
     model: ModelName = "tiny",
     dtype: Dtype = None,
     kernels: Kernels = None,
+    chip: Chip = None,
     system: Annotated[str, typer.Option(help="What the model is told first.")] = "",
     thinking: Annotated[
         bool, typer.Option("--thinking/--no-thinking", help="Whether the model thinks before it replies.")
@@ -431,7 +438,7 @@ def chat(
     )
     if system:
         system = decode_text("system", os.fsencode(system))
-    loaded = _load(model, dtype, kernels)
+    loaded = _load(model, dtype, kernels, chip)
     longest = loaded.config.max_position_embeddings
     context = min(4096, longest) if context_length is None else context_length
     # Room for a chat, and for the reusable prefixes of what it said before.
@@ -585,11 +592,11 @@ def _stream(model: Model, ids: list[int], params: SamplingParams) -> list[tuple[
     ]
 
 
-def _load(name: str, dtype: str | None, kernels: str | None) -> Model:
+def _load(name: str, dtype: str | None, kernels: str | None, chip: str | None) -> Model:
     _folder(name)
     with warnings.catch_warnings(record=True) as notes, progress_bar("loading") as report:
         warnings.simplefilter("always", CheckpointNote)
-        model = load_model(name, dtype=dtype, kernels=kernels, progress=report)
+        model = load_model(name, dtype=dtype, kernels=kernels, chip=chip, progress=report)
         check_output(model)
     for note in notes:
         typer.echo(f"note: {note.message}", err=True)
