@@ -287,6 +287,18 @@ ATTENTION: list[tuple[str, Change, str]] = [
     ("default layout", lambda a: {"layout_q": "BSND"}, "layout_q='TND'"),
     ("lse", lambda a: {"return_softmax_lse": True}, "return_softmax_lse=False"),
     ("entry lengths", lambda a: {"cu_seqlens_cmp_kv": a["cu_seqlens_q"]}, "cu_seqlens_cmp_kv left out"),
+    ("window lengths", lambda a: {"cu_seqlens_ori_kv": a["cu_seqlens_q"]}, "cu_seqlens_ori_kv left out"),
+    ("used queries", lambda a: {"seqused_q": a["seqused_kv"]}, "seqused_q left out"),
+    ("picks of the window", lambda a: {"ori_sparse_indices": a["cmp_sparse_indices"]}, "ori_sparse_indices left out"),
+    ("keys without pages", lambda a: {"layout_kv": "TND"}, "layout_kv='PA_ND'"),
+    ("a window of nothing", lambda a: {"ori_win_left": -1}, "ori_win_left of 0 or more"),
+    ("lengths that fall", lambda a: {"cu_seqlens_q": ints(0, 3, 1, 4)}, "not decreasing"),
+    ("lengths of other rows", lambda a: {"cu_seqlens_q": ints(0, 1, 3, 5)}, "to end at the 4 rows"),
+    ("lengths of rank 2", lambda a: {"cu_seqlens_q": a["cu_seqlens_q"].unsqueeze(0)}, "cu_seqlens_q of shape"),
+    ("keys of two requests", lambda a: {"seqused_kv": a["seqused_kv"][:2]}, "seqused_kv of shape"),
+    ("two sinks", lambda a: {"sinks": a["sinks"][:2]}, "sinks of shape"),
+    ("int64 metadata", lambda a: {"metadata": a["metadata"].long()}, "metadata of dtype"),
+    ("cut metadata", lambda a: {"metadata": a["metadata"][:512]}, "metadata of shape"),
 ]
 
 
@@ -330,6 +342,8 @@ METADATA = [
     ({"cu_seqlens_q": None}, "cu_seqlens_q to be given"),
     ({"seqused_kv": None}, "seqused_kv to be given"),
     ({"ori_topk": 1}, "ori_topk=0"),
+    ({"has_ori_kv": False}, "has_ori_kv=True"),
+    ({"seqused_kv": ints(9, 300)}, "seqused_kv of shape"),
 ]
 
 
@@ -340,6 +354,55 @@ def test_metadata_refuses_every_fault(change: Arguments, rule: str) -> None:
     a = attention_call(h, picks_for(h, 8))
     with machine(), pytest.raises(SimulatorError, match=rule):
         attention_metadata(a, **change)
+
+
+def test_metadata_is_for_one_key_head() -> None:
+    """Keys are shared by all heads."""
+    lengths = {"cu_seqlens_q": ints(0, 1), "seqused_kv": ints(9), "cmp_ratio": 1, "has_cmp_kv": False}
+    with machine():
+        make = torch.ops.custom.npu_sparse_attn_sharedkv_metadata
+        make(HEADS, 1, WIDTH, layout_q="TND", **lengths)
+        with pytest.raises(SimulatorError, match="num_heads_kv=1"):
+            make(HEADS, 2, WIDTH, layout_q="TND", **lengths)
+
+
+def test_widths_of_attention_and_indexer_are_the_documented_ones() -> None:
+    """Strict sizes refuse other heads than those of 512 and 128 channels, in both operators and their metadata."""
+    h = history([9], [1], 1)
+    a, i = attention_call(h), index_call([9], [1])
+    with machine():
+        attention, index = attention_metadata(a), index_metadata(i)
+    with simulate(providers=ALL, heads=4):
+        with pytest.raises(SimulatorError, match="the head width"):
+            torch.ops.custom.npu_sparse_attn_sharedkv(**a, metadata=attention)
+        with pytest.raises(SimulatorError, match="head_dim"):
+            attention_metadata(a)
+        with pytest.raises(SimulatorError, match="the index width"):
+            torch.ops.custom.npu_quant_lightning_indexer(**i, metadata=index)
+        with pytest.raises(SimulatorError, match="head_dim"):
+            index_metadata(i)
+
+
+QUANTISED = {"kv_quant_mode": 1, "tile_size": 64, "rope_head_dim": ROPE}
+PACKED = [({"kv_quant_mode": 0}, "kv_quant_mode=1"), ({"tile_size": 0}, "tile_size=64"), ({"rope_head_dim": 0}, "rope")]
+
+
+@pytest.mark.parametrize(("change", "rule"), PACKED, ids=[next(iter(p[0])) for p in PACKED])
+def test_packed_rows_have_one_layout(change: Arguments, rule: str) -> None:
+    """The A5's operator and its metadata both refuse another mode, tile or rotary width than the rows have."""
+    a = attention_call(history([9], [1], 1))
+    a["ori_kv"] = torch.zeros(*a["ori_kv"].shape[:3], packed_width(WIDTH, ROPE), dtype=torch.uint8)
+    shared = ("cu_seqlens_q", "seqused_kv", "cmp_ratio", "ori_mask_mode", "cmp_mask_mode", "ori_win_left")
+    options = {name: a[name] for name in (*shared, "layout_q", "layout_kv")} | {"has_cmp_kv": False}
+    with machine("a5"):
+        make = torch.ops.custom.npu_kv_quant_sparse_attn_sharedkv_metadata
+        attend = torch.ops.custom.npu_kv_quant_sparse_attn_sharedkv
+        metadata = make(HEADS, 1, WIDTH, **options, **QUANTISED)
+        attend(**a, **QUANTISED, metadata=metadata)
+        with pytest.raises(SimulatorError, match=rule):
+            make(HEADS, 1, WIDTH, **options, **QUANTISED | change)
+        with pytest.raises(SimulatorError, match=rule):
+            attend(**a, **QUANTISED | change, metadata=metadata)
 
 
 def test_sixty_four_heads_are_required_unless_relaxed() -> None:
@@ -541,6 +604,26 @@ INDEX: list[tuple[str, Change, str]] = [
     ("sparse mode 0", lambda a: {"sparse_mode": 0}, "sparse_mode=3"),
     ("too many picks", lambda a: {"sparse_count": 4096}, "sparse_count in"),
     ("values", lambda a: {"return_value": True}, "return_value=False"),
+    ("no picks", lambda a: {"sparse_count": 0}, "sparse_count in"),
+    ("query quant mode 1", lambda a: {"query_quant_mode": 1}, "query_quant_mode=0"),
+    ("keys without pages", lambda a: {"layout_key": "BSND"}, "layout_key='PA_BSND'"),
+    ("few tokens before", lambda a: {"pre_tokens": 8}, "pre_tokens"),
+    ("few tokens after", lambda a: {"next_tokens": 8}, "next_tokens"),
+    ("another query dtype", lambda a: {"query_dtype": 1}, "query_dtype left out"),
+    ("another key dtype", lambda a: {"key_dtype": 1}, "key_dtype left out"),
+    ("query of rank 4", lambda a: {"query": a["query"].unsqueeze(0)}, "query of shape"),
+    ("weights of half the heads", lambda a: {"weights": a["weights"][:, :2].contiguous()}, "weights of shape"),
+    ("one scale a row", lambda a: {"query_dequant_scale": a["query_dequant_scale"][:, :1].contiguous()}, "e of shape"),
+    (
+        "float32 key scale",
+        lambda a: {"key_dequant_scale": a["key_dequant_scale"].float()},
+        "key_dequant_scale of dtype",
+    ),
+    ("negative keys", lambda a: {"actual_seq_lengths_key": ints(9, -1, 40)}, "_key of 0 or more"),
+    ("lengths that fall", lambda a: {"actual_seq_lengths_query": ints(3, 1, 4)}, "not decreasing"),
+    ("lengths of rank 2", lambda a: {"actual_seq_lengths_query": ints(1, 3, 4).unsqueeze(0)}, "_query of shape"),
+    ("no query lengths", lambda a: {"actual_seq_lengths_query": None}, "_query to be given"),
+    ("no key lengths", lambda a: {"actual_seq_lengths_key": None}, "_key to be given"),
     (
         "overflow",
         lambda a: {"weights": a["weights"] * 0 + 6e4, "query_dequant_scale": a["query_dequant_scale"] * 0 + 9},
@@ -566,6 +649,28 @@ def test_indexer_metadata_is_good_for_one_call_only(change: Arguments) -> None:
     a = index_call([9, 300, 40], [1, 2, 1])
     with machine(), pytest.raises(SimulatorError, match="metadata made for this call"):
         torch.ops.custom.npu_quant_lightning_indexer(**a, metadata=index_metadata(a, **change))
+
+
+INDEX_METADATA = [
+    ({"actual_seq_lengths_query": None}, "_query to be given"),
+    ({"batch_size": 2}, "batch_size 3"),
+    ({"sparse_count": 0}, "sparse_count in"),
+    ({"cmp_ratio": 1}, "cmp_ratio=4"),
+]
+
+
+@pytest.mark.parametrize(("change", "rule"), INDEX_METADATA, ids=[next(iter(p[0])) for p in INDEX_METADATA])
+def test_indexer_metadata_refuses_every_fault(change: Arguments, rule: str) -> None:
+    """The metadata operator checks what it is told, one key head included."""
+    a = index_call([9, 300, 40], [1, 2, 1])
+    with machine():
+        index_metadata(a, batch_size=3)
+        with pytest.raises(SimulatorError, match=rule):
+            index_metadata(a, **change)
+        options = {"layout_query": "TND", "layout_key": "PA_BSND", "cmp_ratio": 4}
+        lengths = {name: a[name] for name in ("actual_seq_lengths_query", "actual_seq_lengths_key")}
+        with pytest.raises(SimulatorError, match="num_heads_k=1"):
+            torch.ops.custom.npu_quant_lightning_indexer_metadata(HEADS, 2, J, 0, 0, **lengths, **options)
 
 
 def test_indexer_of_vllm_takes_512_picks_on_the_a5() -> None:

@@ -277,6 +277,12 @@ def _first_dummy(a: Arguments, value: int) -> Tensor:
     return table
 
 
+def _shared_row(a: Arguments) -> Tensor:
+    table = a["state_block_table"].clone()
+    table[1, 8] = table[0, 8]  # the new token of either request
+    return table
+
+
 Change = Callable[[Arguments], Arguments]
 PLANTED: list[tuple[str, Change, str]] = [
     ("x in float32", lambda a: {"x": a["x"].float()}, "x of dtype"),
@@ -314,6 +320,29 @@ PLANTED: list[tuple[str, Change, str]] = [
     ("wrong ratio", lambda a: {"cmp_ratio": 8}, "ratio 4 with coff 2"),
     ("unknown mode", lambda a: {"cache_mode": 3}, "cache_mode among"),
     ("odd rope", lambda a: {"rope_head_dim": 3}, "even rope_head_dim"),
+    ("no rope", lambda a: {"rope_head_dim": 0}, "even rope_head_dim"),
+    ("rope above the width", lambda a: {"rope_head_dim": 10}, "even rope_head_dim"),
+    ("x of rank 4", lambda a: {"x": a["x"].view(1, 1, *a["x"].shape)}, "x of rank 2 or 3"),
+    ("lengths of batched rows", lambda a: {"x": a["x"].unsqueeze(1)}, "cu_seqlens left out"),
+    ("seqused of another batch", lambda a: {"seqused": a["seqused"][:2]}, "seqused of shape"),
+    ("negative seqused", lambda a: {"seqused": a["seqused"] - 1}, "seqused within"),
+    ("start of another batch", lambda a: {"start_pos": a["start_pos"][:2]}, "start_pos of shape"),
+    ("int64 start", lambda a: {"start_pos": a["start_pos"].long()}, "start_pos of dtype"),
+    ("bias of another ratio", lambda a: {"ape": a["ape"][:2]}, "ape of shape"),
+    ("norm of rank 2", lambda a: {"norm_weight": a["norm_weight"].unsqueeze(0)}, "of shape|ratio"),
+    (
+        "state of other width",
+        lambda a: {"state_cache": a["state_cache"][..., :16].contiguous()},
+        "state_cache of shape",
+    ),
+    ("a stride", lambda a: {"state_cache_stride_dim0": 8}, "state_cache_stride_dim0=0"),
+    ("bfloat16 sines", lambda a: {"rope_sin": a["rope_sin"].bfloat16()}, "rope_sin of dtype"),
+    (
+        "table of another batch",
+        lambda a: {"state_block_table": a["state_block_table"][:2]},
+        "state_block_table of shape",
+    ),
+    ("two tokens in a row", lambda a: {"state_block_table": _shared_row(a)}, "one token per state row"),
 ]
 
 
@@ -350,6 +379,10 @@ def test_the_a5_refuses_the_tables_of_the_a3() -> None:
         with pytest.raises(SimulatorError, match="state_block_table of shape"):
             invoke("custom-2", arguments)
         shared = torch.tensor([1, 1, 0], dtype=I32)
+        with pytest.raises(SimulatorError, match="where read"):
+            invoke("custom-2", arguments | {"state_block_table": torch.arange(2, 5, dtype=I32)})
+        with pytest.raises(SimulatorError, match="state_block_table of dtype"):
+            invoke("custom-2", arguments | {"state_block_table": torch.arange(3)})
         with pytest.raises(SimulatorError, match="one request per bank"):
             invoke("custom-2", arguments | {"state_block_table": shared})
         short = arguments | {"state_cache": arguments["state_cache"][:, :4].contiguous()}
@@ -361,3 +394,21 @@ def test_documented_sizes_are_required_unless_relaxed() -> None:
     """Strict sizes refuse a small compressor."""
     with simulate(), pytest.raises(SimulatorError, match="width, ratio, coff"):
         torch.ops.npu.compressor(**decode_call())
+
+
+def test_hidden_widths_are_the_documented_ones() -> None:
+    """Strict sizes refuse a hidden width that is no multiple of 512."""
+    w = attrs.evolve(weights(4, width=512), wkv=draw(0, 1024, 600, dtype=BF16), wgate=draw(1, 1024, 600, dtype=BF16))
+    state = empty_state(w, 2, 8)
+    arguments = step(w, state, explicit_table(w, state, [0], [1]), [draw(0, 1, 600, dtype=BF16)], [0])
+    with simulate(), pytest.raises(SimulatorError, match="the hidden width"):
+        torch.ops.npu.compressor(**arguments, cache_mode=2)
+
+
+def test_blocks_beyond_the_state_are_refused() -> None:
+    """In mode 1 a block id must exist where a position is."""
+    w = weights(4)
+    state = state_for("npu-1", w, 1)
+    arguments = step(w, state, torch.full((1, 64), 999, dtype=I32), [draw(0, 2, HIDDEN, dtype=BF16)], [0])
+    with machine(), pytest.raises(SimulatorError, match="state blocks 0"):
+        invoke("npu-1", arguments)

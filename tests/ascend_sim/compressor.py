@@ -222,7 +222,6 @@ def _compressor(
         saves_all=cache_mode == 1,
     )
     pooled = _run(site, call, x, wkv, wgate, ape, state_cache.view(-1, state_cache.shape[-1]))
-    site.require(len(pooled) <= n_out, f"at most {n_out} closing groups", len(pooled))
     out = x.new_full((n_out, width), math.nan)
     if len(pooled):
         normed = pooled * (pooled.pow(2).mean(-1, keepdim=True) + norm_eps).rsqrt() * norm_weight
