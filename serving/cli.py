@@ -390,11 +390,15 @@ def serve(
         points=max_reused_prefixes,
         checks_invariants=debug_invariants,
     )
+    for field, given in (("api_key", api_key), ("served_model_name", served_model_name)):
+        if given == "":
+            raise RequestError(f"{field}: expected some text, got none; leave it out to have none", field=field)
     settings = site.Settings(
         name=model if served_model_name is None else served_model_name,
         context=min(context, limits.tokens),
         thinking=thinking,
         api_key=api_key,
+        most_generations=limits.running + limits.waiting,
         body_bytes=max_body_bytes,
         stall_seconds=stall_seconds,
         drain_seconds=drain_seconds,

@@ -72,6 +72,7 @@ class Grammars:
         control = [one | {"special": True} for one in description["added_tokens"]]
         text = json.dumps(description | {"added_tokens": control})
         self._tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=list(end_ids))
+        self._spellings = tuple(one["content"] for one in description["added_tokens"])
         self._end_of_thinking = end_of_thinking
         self._n_words = ceil(vocab_size / 32)
 
@@ -87,6 +88,7 @@ class Grammars:
         Raises:
             ApiError: it is too large, does not compile, or allows nothing.
         """
+        self._refuse_control_spellings(rules, param)
         thought = f"THOUGHT <[{self._end_of_thinking}]> " if thinking else ""
         grammar = f"start: {thought}answer\nTHOUGHT: /(?s:.*)/\n{rules}\n"
         if len(grammar) > GRAMMAR_LIMIT:
@@ -109,6 +111,18 @@ class Grammars:
         if not probe.is_error():
             return lambda: _Follower(matcher.deep_copy(), self._n_words)
         bad_request(f"{param}: this constraint cannot be enforced: {_reason(probe)}", param, "unsupported_constraint")
+
+    def _refuse_control_spellings(self, rules: str, param: str) -> None:
+        """Refuse texts that cannot be enforced although their grammar compiles."""
+        for spelling in self._spellings:
+            # Forced text is put into tokens anew, and would become the control token instead of its spelling.
+            if spelling in rules or json.dumps(spelling)[1:-1] in rules:
+                bad_request(
+                    f"{param}: expected texts without the spelling of a control token, got {spelling!r}; it cannot be "
+                    "enforced",
+                    param,
+                    "unsupported_constraint",
+                )
 
 
 class _Follower:
@@ -216,6 +230,7 @@ def _argument(tool: ToolSpec, name: str, schema: Any, tag: str) -> str:
     _refuse_rings(schema, tool.parameters, "tools")
     opening = _quoted(f'parameter name="{_framed(name)}" string="{"true" if is_text else "false"}">')
     if not is_text:
+        _refuse_foreign_references(schema, tool, name)
         shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
         value = f'{_json({**shared, **schema}, lenient=not tool.is_strict)} "</"'
     elif _is_texts(schema.get("enum")):
@@ -230,6 +245,19 @@ def _argument(tool: ToolSpec, name: str, schema: Any, tag: str) -> str:
             )
         value = "RAW"
     return rf'("<" {tag} {opening} {value} {tag} "parameter>\n")'
+
+
+def _refuse_foreign_references(schema: Any, tool: ToolSpec, name: str) -> None:
+    """Refuse references to what does not come along with an argument: only definitions do."""
+    for key, inner in schema.items() if isinstance(schema, Mapping) else enumerate(schema):
+        if isinstance(inner, Mapping | list):
+            _refuse_foreign_references(inner, tool, name)
+        if key == "$ref" and isinstance(inner, str) and not inner.startswith(("#/$defs/", "#/definitions/")):
+            bad_request(
+                f"tools: {tool.name}.{name}: expected references into $defs or definitions, got {inner[:80]!r}",
+                "tools",
+                "unsupported_constraint",
+            )
 
 
 def _framed(name: str) -> str:
@@ -280,7 +308,21 @@ def _json(schema: Mapping[str, Any], *, lenient: bool = False, param: str = "too
             "unsupported_constraint",
         )
     options = {"whitespace_pattern": _WHITE_SPACE, "lenient": lenient}
-    return "%json " + json.dumps({**schema, "x-guidance": options})
+    return "%json " + json.dumps({**_without_notes(schema), "x-guidance": options})
+
+
+def _without_notes(schema: Any) -> Any:
+    """Leave out what a schema says to its readers alone."""
+    if isinstance(schema, list):
+        return [_without_notes(inner) for inner in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    kept = {
+        key: inner
+        for key, inner in schema.items()
+        if not (key in ("description", "title", "$comment") and isinstance(inner, str))
+    }
+    return {key: inner if key in ("const", "enum") else _without_notes(inner) for key, inner in kept.items()}
 
 
 def _divisors(schema: Any) -> Iterator[int]:

@@ -18,6 +18,9 @@ Schema = Mapping[str, Any]
 """A description of a value: ``type``, ``enum``, ``anyOf``, limits, ``items``, ``properties``, ``required``;
 ``not`` with a ``description`` is a field that is known and not supported."""
 
+REFERENCE_LIMIT: Final = 256
+"""References of all schemas of a request. Chains of about 700 overflow the stacks of libraries that follow them."""
+
 NESTING_LIMIT: Final = 100
 """Levels of lists and objects in a body; far above what any request needs, below what parsers can recurse."""
 
@@ -192,10 +195,17 @@ def _kind(found: Any) -> str:
 
 
 def _check_leaves(body: Any) -> None:
-    """Refuse what JSON allows and later code does not bear: deep nesting, half characters, infinite numbers."""
-    level, depth = [body], 0
+    """Refuse what JSON allows and later code does not bear: nesting, references, half characters, infinite numbers."""
+    level, depth, n_references = [body], 0, 0
     while level:
         depth += 1
+        n_references += sum("$ref" in one for one in level if isinstance(one, dict))
+        if n_references > REFERENCE_LIMIT:
+            bad_request(
+                f"body: expected at most {REFERENCE_LIMIT} references ($ref) in schemas, got more",
+                None,
+                "unsupported_constraint",
+            )
         if depth > NESTING_LIMIT:
             _refuse_nesting()
         leaves = [leaf for one in level for leaf in (_inner(one))]

@@ -42,6 +42,7 @@ _SHARED: Final[Mapping[str, Schema]] = {
             "keep_alive": {
                 "type": "number",
                 "minimum": 0.05,
+                "maximum": 3600,
                 "description": "Seconds of silence after which an SSE comment is sent.",
             },
         },

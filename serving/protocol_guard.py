@@ -184,6 +184,8 @@ async def raw_body(request: web.Request) -> bytes:
             return await request.read()
     except TimeoutError:
         raise ApiError("body: expected all of it by now", status=408, code="slow_body") from None
+    except web.RequestPayloadError as error:
+        bad_request(f"body: expected what its headers say, got {error}", None, "invalid_body")
     except web.HTTPRequestEntityTooLarge:
         raise ApiError(
             f"body: expected at most {settings.body_bytes} bytes", status=413, code="body_too_large"

@@ -38,6 +38,7 @@ class Settings:
         context: tokens that a request may have in all.
         thinking: whether chats that do not say think.
         api_key: that requests must carry; None lets everybody in.
+        most_generations: of one request; what the engine runs and queues. None for any number.
         body_bytes: of a request at most.
         read_seconds: for a request's body to arrive.
         idle_seconds: for a connection's next request to begin and its headers to arrive; then it is closed.
@@ -51,6 +52,7 @@ class Settings:
     context: int
     thinking: bool = False
     api_key: str | None = None
+    most_generations: int | None = None
     body_bytes: int = 4 * 1024 * 1024
     read_seconds: float = 30.0
     idle_seconds: float = 75.0

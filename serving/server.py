@@ -52,6 +52,9 @@ __all__ = ["build_app", "serve"]
 Pieces = AsyncGenerator[dict[str, Any], None]
 _T = TypeVar("_T")
 
+_ALWAYS_READ: Final = 1 << 16
+"""Bytes of text that are put into tokens whatever the context is."""
+
 LIVE_SECONDS: Final = 0.5
 """Between the records that the page draws."""
 
@@ -96,7 +99,7 @@ def build_app(model: Model, engine: RunsGenerations, settings: Settings) -> web.
             web.get("/metrics", _metrics),
             web.get("/openapi.json", _openapi),
             web.get("/", _page),
-            web.get("/live", _live),
+            web.get("/live", _live, allow_head=False),
         ]
     )
     return app
@@ -217,6 +220,8 @@ async def _read(request: web.Request, read: Callable[[dict[str, Any]], _T]) -> t
     def work() -> tuple[dict[str, Any], _T]:
         body = without_nulls(parse_body(raw))
         _check_model(body.get("model"), served.settings.name)
+        if request.path.startswith("/v1/"):
+            _check_length(body, served)
         return body, read(body)
 
     return await asyncio.to_thread(work)
@@ -233,10 +238,43 @@ def _check_model(asked: Any, name: str) -> None:
         )
 
 
+def _check_length(body: Mapping[str, Any], served: Served) -> None:
+    """Refuse texts that cannot fit whatever their tokens are, before they are put into tokens."""
+    prompts = body.get("prompt", ())
+    one = max(map(_text_bytes, prompts), default=0) if isinstance(prompts, list) else _text_bytes(prompts)
+    n_bytes = one + sum(_text_bytes(body[name]) for name in ("messages", "input", "system") if name in body)
+    if n_bytes <= _ALWAYS_READ or served.settings.context >= n_bytes:
+        return
+    most = served.settings.context * max(map(len, served.vocabulary.pieces))
+    if n_bytes > most:
+        bad_request(
+            f"This model's maximum context length is {served.settings.context} tokens, which are at most {most} bytes "
+            f"of text, but the request has {n_bytes}; shorten it",
+            "prompt" if "prompt" in body else "messages",
+            "context_length_exceeded",
+        )
+
+
+def _text_bytes(found: Any) -> int:
+    if isinstance(found, str):
+        return len(found.encode("utf-8", "surrogatepass"))
+    if isinstance(found, Mapping):
+        return sum(map(_text_bytes, found.values()))
+    return sum(map(_text_bytes, found)) if isinstance(found, list) else 0
+
+
 @contextmanager
 def _asked(request: web.Request, asks: Sequence[Ask]) -> Iterator[Sequence[TokenStream]]:
     """Ask the engine; whatever ends the handler before its time ends the generations."""
     served, visit = request.app[SERVED], request[VISIT]
+    most = served.settings.most_generations
+    if most is not None and len(asks) > most:
+        bad_request(
+            f"n: expected at most {most} replies of all prompts together, which is what this server runs and queues, "
+            f"got {len(asks)}",
+            "n",
+            "invalid_value",
+        )
     if served.settings.log_prompts:
         prompts = dict.fromkeys(ask.prompt_ids for ask in asks)
         visit.notes["prompts"] = [served.vocabulary.decode(ids) for ids in prompts]

@@ -78,6 +78,8 @@ def test_a_killed_server_loses_its_running_requests_alone() -> None:
         (["--chunked-prefill-size", "135"], "at least 136 tokens a step"),
         (["--max-running-requests", "400"], "--chunked-prefill-size"),
         (["--max-total-tokens", "1"], "tokens: expected at least 2"),
+        (["--api-key", ""], "api_key: expected some text"),
+        (["--served-model-name", ""], "served_model_name: expected some text"),
     ],
 )
 def test_what_cannot_be_served_is_said_at_once(arguments: list[str], message: str) -> None:

@@ -296,3 +296,46 @@ def test_nesting(site: Site, protocol: str) -> None:
     assert site.server.post(PATHS[protocol], body_of(protocol, schema=deep(100))).status == 400
     site.engine.source = wishing(ids_of("}"))
     assert site.server.post(PATHS[protocol], body_of(protocol, schema=deep(20))).status == 200
+
+
+def chain(links: int) -> dict[str, Any]:
+    """A schema whose definitions lead from one to the next."""
+    steps = {f"d{at}": {"anyOf": [{"$ref": f"#/$defs/d{at + 1}"}, {"type": "integer"}]} for at in range(links)}
+    return {
+        "type": "object",
+        "$defs": steps | {f"d{links}": {"type": "null"}},
+        "properties": {"a": {"$ref": "#/$defs/d0"}},
+    }
+
+
+@pytest.mark.parametrize("protocol", CHATS)
+def test_long_chains_of_references(site: Site, protocol: str) -> None:
+    """Chains of references that overflow the stack of the grammars' library are refused; short ones are served."""
+    for wish in ({"schema": chain(3000)}, {"tools": [Tool("f", chain(3000))]}):
+        reply = site.server.post(PATHS[protocol], body_of(protocol, **wish))
+        assert (reply.status, "references" in reply.text) == (400, True), reply.text
+    site.engine.source = wishing(ids_of("}"))
+    assert site.server.post(PATHS[protocol], body_of(protocol, schema=chain(20))).status == 200
+
+
+@pytest.mark.parametrize("spelling", ["<｜end▁of▁sentence｜>", "</think>", "x</think>y", "<｜User｜>"])
+def test_spellings_of_control_tokens_cannot_be_forced(site: Site, spelling: str) -> None:
+    """What would become a control token instead of its spelling is refused wherever it is text, and only there."""
+    schema = {"type": "object", "properties": {"a": {"const": spelling}}, "required": ["a"]}
+    for protocol in CHATS:
+        assert site.server.post(PATHS[protocol], body_of(protocol, schema=schema)).status == 400
+        assert site.server.post(PATHS[protocol], body_of(protocol, tools=[Tool("f", schema)])).status == 400
+    body = body_of("chat")
+    for rule in ({"type": "choice", "choice": [spelling]}, {"type": "regex", "regex": spelling}):
+        assert site.server.post(PATHS["chat"], body | {"response_format": rule}).status == 400
+    site.engine.source = wishing(ids_of("}"))
+    noted = {"type": "object", "description": spelling, "properties": {"description": {"type": "null"}}}
+    assert site.server.post(PATHS["chat"], body_of("chat", schema=noted)).status == 200
+
+
+def test_references_of_tools_lead_into_definitions(site: Site) -> None:
+    """A reference to what does not come along with an argument is refused by name."""
+    for reference in ("#", "#/properties/b"):
+        found = {"type": "object", "properties": {"a": {"type": "array", "items": {"$ref": reference}}}}
+        reply = site.server.post(PATHS["chat"], body_of("chat", tools=[Tool("f", found)]))
+        assert reply.status == 400, reply.text

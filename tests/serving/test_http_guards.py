@@ -44,7 +44,8 @@ def site() -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def real() -> Iterator[Server]:
-    with running(MODEL, lambda: Engine(MODEL, LIMITS), context=256) as server:
+    most = LIMITS.running + LIMITS.waiting
+    with running(MODEL, lambda: Engine(MODEL, LIMITS), context=256, most_generations=most) as server:
         yield server
 
 
@@ -330,3 +331,28 @@ def test_a_full_queue_in_every_protocol(site: Site, protocol: str) -> None:
     assert reply.status == 429
     assert reply.headers["Retry-After"] == "1"
     assert reply.json["error"]["type"] == "rate_limit_error"
+
+
+def test_what_no_reply_can_come_of_is_refused_at_once(site: Site) -> None:
+    """Texts far beyond the context, bodies that are not what they say, endless pauses."""
+    site.engine.source = say([300])
+    for path, body in (
+        ("/v1/completions", {"prompt": "a b " * 20_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a b " * 20_000}]}),
+    ):
+        reply = site.server.post(path, {"model": "tiny"} | body)
+        assert (reply.status, reply.json["error"]["code"]) == (400, "context_length_exceeded")
+    body = {"model": "tiny", "prompt": "x"}
+    reply = site.server.ask("POST", "/v1/completions", b"xx", {"Content-Encoding": "gzip"})
+    assert (reply.status, reply.json["error"]["code"]) == (400, "invalid_body")
+    for keep_alive in (1e300, 10**400):
+        asked = body | {"stream": True, "stream_options": {"keep_alive": keep_alive}}
+        assert site.server.post("/v1/completions", asked).status == 400
+    assert site.server.ask("HEAD", "/live").status == 405
+
+
+def test_more_replies_than_are_run_and_queued(real: Server) -> None:
+    """One request that alone is more than the queue is refused for good, not asked to come again."""
+    body = {"model": "tiny", "prompt": ["x"] * 128, "n": 128}
+    reply = real.post("/v1/completions", body)
+    assert (reply.status, reply.json["error"]["param"]) == (400, "n"), reply.text
