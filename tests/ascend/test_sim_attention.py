@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from kit.steps import examples
 from purestep.ops import attention, quantize
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 BF16, I32 = torch.bfloat16, torch.int32
 HEADS, WIDTH, ROPE, WINDOW, PAGE = 4, 16, 4, 128, 64
@@ -356,14 +357,29 @@ def test_metadata_refuses_every_fault(change: Arguments, rule: str) -> None:
         attention_metadata(a, **change)
 
 
+@pytest.mark.parametrize("name", ["cmp_kv", "cmp_block_table", "cmp_sparse_indices"])
+def test_a_window_layer_has_no_entries(name: str) -> None:
+    """With ratio 1 whatever belongs to compressed entries is refused."""
+    other = history([9], [1], 4)
+    given_too = attention_call(other, picks_for(other, 8))[name]
+    a = attention_call(history([9], [1], 1))
+    with machine():
+        a["metadata"] = attention_metadata(a)
+        torch.ops.custom.npu_sparse_attn_sharedkv(**a)
+        with pytest.raises(SimulatorError, match=f"{name} left out"):
+            torch.ops.custom.npu_sparse_attn_sharedkv(**a | {name: given_too})
+
+
 def test_metadata_is_for_one_key_head() -> None:
-    """Keys are shared by all heads."""
+    """Keys are shared by all heads, of which there is a number that the kernels take."""
     lengths = {"cu_seqlens_q": ints(0, 1), "seqused_kv": ints(9), "cmp_ratio": 1, "has_cmp_kv": False}
     with machine():
         make = torch.ops.custom.npu_sparse_attn_sharedkv_metadata
         make(HEADS, 1, WIDTH, layout_q="TND", **lengths)
         with pytest.raises(SimulatorError, match="num_heads_kv=1"):
             make(HEADS, 2, WIDTH, layout_q="TND", **lengths)
+        with pytest.raises(SimulatorError, match="multiple of 4 query heads"):
+            make(3, 1, WIDTH, layout_q="TND", **lengths)
 
 
 def test_widths_of_attention_and_indexer_are_the_documented_ones() -> None:
@@ -661,7 +677,7 @@ INDEX_METADATA = [
 
 @pytest.mark.parametrize(("change", "rule"), INDEX_METADATA, ids=[next(iter(p[0])) for p in INDEX_METADATA])
 def test_indexer_metadata_refuses_every_fault(change: Arguments, rule: str) -> None:
-    """The metadata operator checks what it is told, one key head included."""
+    """The metadata operator checks what it is told, heads included."""
     a = index_call([9, 300, 40], [1, 2, 1])
     with machine():
         index_metadata(a, batch_size=3)
@@ -671,6 +687,30 @@ def test_indexer_metadata_refuses_every_fault(change: Arguments, rule: str) -> N
         lengths = {name: a[name] for name in ("actual_seq_lengths_query", "actual_seq_lengths_key")}
         with pytest.raises(SimulatorError, match="num_heads_k=1"):
             torch.ops.custom.npu_quant_lightning_indexer_metadata(HEADS, 2, J, 0, 0, **lengths, **options)
+        with pytest.raises(SimulatorError, match="multiple of 4 query heads"):
+            torch.ops.custom.npu_quant_lightning_indexer_metadata(3, 1, J, 0, 0, **lengths, **options)
+
+
+@pytest.mark.parametrize("kind", ["attention", "attention metadata", "indexer", "indexer metadata"])
+def test_shapes_are_known_without_values(kind: str) -> None:
+    """Under fake tensors attention, indexer and their metadata give shape and dtype of their real results."""
+    h = history([9, 300, 40], [1, 2, 1], 4)
+    a, i = attention_call(h, picks_for(h, 8)), index_call([9, 300, 40], [1, 2, 1])
+    with machine():
+        calls: dict[str, tuple[Callable[..., Any], Arguments]] = {
+            "attention": (
+                lambda **o: torch.ops.custom.npu_sparse_attn_sharedkv(**o)[:1],  # nobody may use the second result
+                a | {"metadata": attention_metadata(a)},
+            ),
+            "attention metadata": (lambda **o: [attention_metadata(o)], a),
+            "indexer": (torch.ops.custom.npu_quant_lightning_indexer, i | {"metadata": index_metadata(i)}),
+            "indexer metadata": (lambda **o: [index_metadata(o)], i),
+        }
+        run, arguments = calls[kind]
+        real = [(tuple(r.shape), r.dtype) for r in run(**arguments)]
+        with FakeTensorMode() as fake:
+            given = {k: fake.from_tensor(v) if isinstance(v, Tensor) else v for k, v in arguments.items()}
+            assert [(tuple(r.shape), r.dtype) for r in run(**given)] == real
 
 
 def test_indexer_of_vllm_takes_512_picks_on_the_a5() -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kit.steps import examples
 from purestep.ops import compressor, norms, rotary
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 BF16, I32 = torch.bfloat16, torch.int32
 HIDDEN, ROPE, EPS = 16, 4, 1e-6
@@ -412,3 +413,27 @@ def test_blocks_beyond_the_state_are_refused() -> None:
     arguments = step(w, state, torch.full((1, 64), 999, dtype=I32), [draw(0, 2, HIDDEN, dtype=BF16)], [0])
     with machine(), pytest.raises(SimulatorError, match="state blocks 0"):
         invoke("npu-1", arguments)
+
+
+def test_shapes_are_known_without_values() -> None:
+    """Under fake tensors the compressor gives as many rows as may close, for either ratio and rank."""
+    with machine():
+        plain = decode_call()
+        batched = plain | {"x": plain["x"].unsqueeze(1), "cu_seqlens": None}
+        for arguments in (plain, decode_call((127, 6, 7), ratio=128), batched):
+            with FakeTensorMode() as fake:
+                given_call = {k: fake.from_tensor(v) if isinstance(v, Tensor) else v for k, v in arguments.items()}
+                shape = torch.ops.npu.compressor(**given_call)
+            real = torch.ops.npu.compressor(**arguments)
+            assert (shape.shape, shape.dtype) == (real.shape, real.dtype)
+
+
+def test_rows_may_come_as_a_batch() -> None:
+    """Rows of shape [B,S,H] without lengths are what they are one after the other with them."""
+    with machine():
+        plain = decode_call()
+        batched = decode_call()
+        rows = torch.ops.npu.compressor(**plain)
+        same = torch.ops.npu.compressor(**batched | {"x": batched["x"].unsqueeze(1), "cu_seqlens": None})
+    torch.testing.assert_close(same, rows, equal_nan=True, atol=0, rtol=0)
+    assert torch.equal(batched["state_cache"], plain["state_cache"])

@@ -406,6 +406,7 @@ PLANTED += [
         ),
         ("another output", lambda a: {"output_dtype": torch.float32}, "output_dtype among"),
         ("scales of floats", lambda a: {"scale": [torch.ones(3, 8)]}, "scale left out"),
+        ("row scales of floats", lambda a: {"per_token_scale": [torch.ones(6)]}, "per_token_scale left out"),
         ("no output dtype", lambda a: QUANTISED | {"output_dtype": None}, "output_dtype for int8"),
         ("no scale", lambda a: QUANTISED | {"scale": None}, "scale of the weight"),
         ("one scale per expert", lambda a: QUANTISED | {"scale": [torch.ones(3, 1)]}, "scale of shape"),
@@ -449,6 +450,7 @@ PLANTED += [
         ("static", lambda a: {"quant_mode": 0}, "quant_mode=1"),
         ("unknown mode", lambda a: {"swiglu_mode": 2}, "swiglu_mode 0 or 1"),
         ("no clamp", lambda a: {"clamp_limit": 0.0}, "clamp_limit above 0"),
+        ("a clamp below 0", lambda a: {"clamp_limit": -1.0}, "clamp_limit above 0"),
         ("float codes", lambda a: {"dst_type": 24}, "dst_type int8"),
         ("a bias", lambda a: {"bias": torch.ones(128)}, "bias left out"),
         ("smoothing", lambda a: {"quant_scale": torch.ones(3, 64)}, "quant_scale left out"),
@@ -459,7 +461,8 @@ PLANTED += [
         ("flat weight scale", lambda a: {"weight_scale": torch.ones(128)}, "weight_scale of shape"),
         ("no row scale", lambda a: {"activation_scale": None}, "activation_scale to be given"),
         ("row scale of rank 2", lambda a: {"activation_scale": torch.ones(4, 1)}, "activation_scale of shape"),
-        ("scales of floats", lambda a: {"x": a["x"].to(BF16)}, "left out"),
+        ("weight scale of floats", lambda a: {"x": a["x"].to(BF16), "activation_scale": None}, "weight_scale left out"),
+        ("row scale of floats", lambda a: {"x": a["x"].to(BF16), "weight_scale": None}, "activation_scale left out"),
         ("groups too long", lambda a: {"group_index": torch.tensor([3, 2, 0])}, "groups inside the 4 rows"),
     )
 ]
@@ -497,6 +500,11 @@ FINALIZE: list[tuple[str, Change, str]] = [
     ("integers", lambda a: {"expanded_permuted_rows": a["expanded_permuted_rows"].int()}, "rows of dtype"),
     ("rank 3", lambda a: {"expanded_permuted_rows": a["expanded_permuted_rows"].unsqueeze(0)}, "rows of rank 2"),
     ("a bias", lambda a: {"bias": torch.ones(4, 6)}, "bias left out"),
+    (
+        "experts of rows",
+        lambda a: {"export_for_source_row": torch.zeros(3, 2, dtype=I32)},
+        "export_for_source_row left out",
+    ),
     ("second alone", lambda a: {"skip2": torch.ones(3, 6)}, "skip1 wherever"),
     ("skip of other rows", lambda a: {"skip1": torch.ones(2, 6)}, "skip1 of shape"),
     ("no scales", lambda a: {"scales": None}, "scales to be given"),

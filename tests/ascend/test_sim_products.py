@@ -411,6 +411,7 @@ FAULTS: dict[str, list[tuple[str, Change, str]]] = {
         ("weight scale turned", lambda a: {"x2_scale": a["x2_scale"].transpose(1, 2).contiguous()}, "x2_scale of sh"),
         ("a bias", lambda a: {"bias": torch.ones(5)}, "bias left out"),
         ("another dtype", lambda a: {"x1_dtype": 24}, "x1_dtype left out"),
+        ("another weight dtype", lambda a: {"x2_dtype": 24}, "x2_dtype left out"),
         (
             "odd inner width",
             lambda a: {"x1": a["x1"][..., :32].contiguous(), "x2": a["x2"][:, :32].contiguous()},

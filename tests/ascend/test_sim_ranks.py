@@ -216,6 +216,9 @@ def test_dispatch_has_documented_sizes() -> None:
             x = torch.ones(most + 1, 8, dtype=BF16)
             with pytest.raises(SimulatorError, match=f"at most {most} rows"):
                 run.npu_moe_distribute_dispatch_v2(x, ids.expand(most + 1, 2).contiguous(), "ep", 1, 0, 4)
+    many = torch.arange(17, dtype=I32).unsqueeze(0)
+    with simulate(strict_sizes=False), pytest.raises(SimulatorError, match=r"K in 1\.\.16"):
+        run.npu_moe_distribute_dispatch_v2(torch.ones(1, 8, dtype=BF16), many, "ep", 1, 0, 32)
     with simulate(chip="a2", strict_sizes=False), pytest.raises(SimulatorError, match="expert_scales to be given"):
         run.npu_moe_distribute_dispatch_v2(torch.ones(1, 8, dtype=BF16), ids, "ep", 1, 0, 4)
     uneven = make_group(1, (1, 3), 4, 2)

@@ -283,6 +283,16 @@ PLANTED: list[tuple[str, Callable[[], Arguments], str, Callable[[Arguments], Any
     ("npu::npu_dynamic_quant", quant_call, "input", lambda a: a["input"].float(), "input of dtype"),
     ("npu::npu_dynamic_quant", quant_call, "input", lambda a: a["input"][0], "rank 2"),
     ("npu::npu_dynamic_quant", quant_call, "quant_mode", lambda a: "pertensor", "pertoken"),
+    ("npu::npu_dynamic_quant", quant_call, "smooth_scales", lambda a: a["input"][0], "smooth_scales left out"),
+    (
+        "npu::npu_dynamic_quant",
+        quant_call,
+        "group_index",
+        lambda a: torch.ones(1, dtype=torch.int32),
+        "group_index left",
+    ),
+    ("npu::npu_dynamic_quant", quant_call, "dst_type_max", lambda a: 7.0, "dst_type_max=0.0"),
+    ("npu::npu_dynamic_quant", quant_call, "dst_type", lambda a: 24, "dst_type int8"),
 ]
 
 
