@@ -26,6 +26,7 @@ from ..state.paged_tables import AscendTables, CompressorTables
 from ..state.values import value
 from .attention import group_rows, index_weights, query_heads
 from .model import Model
+from .paged import layer_rows
 from .params import AttentionParams, CompressorParams, IndexerParams, LayerParams, Params, Weight
 from .reading import ordered_picks
 from .stages import Tap, untapped
@@ -158,7 +159,7 @@ def paged_attention(
         bf16[T,H].
     """
     paged, tables, ratio = _paged(model), _tables(batch), layout.kinds[layer]
-    view = {name: _rows(buffers, layout, name, layer) for name in layout.buffers_of(layer)}
+    view = {name: layer_rows(buffers, layout, name, layer) for name in layout.buffers_of(layer)}
     cos, sin = factors.turns[ratio]
     q, low = query_heads(model, p, x)
     q = paged.rotate(q, cos, sin)
@@ -193,11 +194,6 @@ def paged_attention(
         scale=model.config.head_dim**-0.5,
     )
     return group_rows(model, p, paged.rotate(tap("attn.heads", o), cos, -sin))
-
-
-def _rows(buffers: Mapping[str, Tensor], layout: KVLayout, name: str, layer: int) -> Tensor:
-    n_slots = layout.n_slots(name)
-    return buffers[name].narrow(0, layout.place(name, layer) * n_slots, n_slots)
 
 
 def _blocks(rows: Tensor, block: int) -> Tensor:

@@ -25,7 +25,7 @@ from .params import AttentionParams, CompressorParams
 from .reading import GATHER_BUDGET, MIN_BLOCK, SCORE_BUDGET, entry_picks, gather_rows, in_token_order, paged_loc
 from .stages import Tap, untapped
 
-__all__ = ["Rotations", "paged_attention", "rotations", "write_rows"]
+__all__ = ["Rotations", "layer_rows", "paged_attention", "rotations", "write_rows"]
 
 Rotations = Mapping[tuple[int, str], Tensor]
 """(ratio, "tokens" or "entries") -> complex64[T or C,R/2]."""
@@ -104,7 +104,7 @@ def paged_attention(
         float[T,H].
     """
     ratio, meta, c4_page = layout.kinds[layer], batch.metadata, layout.sizes.c4_page
-    view = {name: _view(buffers, layout, name, layer) for name in layout.buffers_of(layer)}
+    view = {name: layer_rows(buffers, layout, name, layer) for name in layout.buffers_of(layer)}
     turn = factors[ratio, "tokens"]
     q, low = project_query(model, p, x, turn)
     view["swa"].index_copy_(0, meta.swa_loc, project_kv(model, p, x, turn))
@@ -124,7 +124,8 @@ def paged_attention(
     return project_output(model, p, tap("attn.heads", in_token_order(meta, parts)), turn)
 
 
-def _view(buffers: Mapping[str, Tensor], layout: KVLayout, name: str, layer: int) -> Tensor:
+def layer_rows(buffers: Mapping[str, Tensor], layout: KVLayout, name: str, layer: int) -> Tensor:
+    """See the rows of one layer in a cache buffer."""
     n_slots = layout.n_slots(name)
     return buffers[name].narrow(0, layout.place(name, layer) * n_slots, n_slots)
 

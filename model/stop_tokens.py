@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -11,6 +10,7 @@ import tokenizers
 
 from ..state.config import Config
 from ..state.errors import CheckpointError
+from .shards import read_json
 
 __all__ = ["stop_tokens"]
 
@@ -79,10 +79,7 @@ def _tokenizer_ids(file: Path, tokenizer: tokenizers.Tokenizer) -> Iterator[int]
 def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
-    try:
-        found = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{file}: expected JSON, got: {error}", field=file.name) from error
+    found = read_json(file)
     if not isinstance(found, dict):
         raise CheckpointError(f"{file}: expected a JSON object, got {type(found).__name__}", field=file.name)
     return found

@@ -72,7 +72,9 @@ class Grammars:
         control = [one | {"special": True} for one in description["added_tokens"]]
         text = json.dumps(description | {"added_tokens": control})
         self._tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=list(end_ids))
-        self._spellings = tuple(one["content"] for one in description["added_tokens"])
+        contents = [one["content"] for one in description["added_tokens"]]
+        # JSON in a grammar may write them with escapes.
+        self._spellings = {form: one for one in contents for form in (one, json.dumps(one)[1:-1])}
         self._end_of_thinking = end_of_thinking
         self._n_words = ceil(vocab_size / 32)
 
@@ -114,9 +116,9 @@ class Grammars:
 
     def _refuse_control_spellings(self, rules: str, param: str) -> None:
         """Refuse texts that cannot be enforced although their grammar compiles."""
-        for spelling in self._spellings:
+        for form, spelling in self._spellings.items():
             # Forced text is put into tokens anew, and would become the control token instead of its spelling.
-            if spelling in rules or json.dumps(spelling)[1:-1] in rules:
+            if form in rules:
                 bad_request(
                     f"{param}: expected texts without the spelling of a control token, got {spelling!r}; it cannot be "
                     "enforced",

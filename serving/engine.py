@@ -80,7 +80,7 @@ class EngineLimits:
                 f"budget: expected at least {least} tokens a step, one for each of {self.running} running requests and "
                 f"{UNIT} of a prompt, got {self.budget}; raise --chunked-prefill-size or run fewer requests",
                 field="budget",
-                expected=f">= {self.running + UNIT}",
+                expected=f">= {least}",
                 got=self.budget,
             )
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import floor
 from typing import Any, Final
 
 import attrs
+import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
@@ -80,11 +80,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
         values: at least one.
         percent: 0 to 100.
     """
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    at = min(floor(place), len(ordered) - 1)
-    following = min(at + 1, len(ordered) - 1)
-    return ordered[at] + (ordered[following] - ordered[at]) * (place - at)
+    return float(np.percentile(values, percent))
 
 
 def summarise(outcomes: Iterable[Outcome]) -> dict[str, Any]:

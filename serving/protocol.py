@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn
 
 from ..state.errors import PurestepError
 
-__all__ = ["ApiError", "Schema", "bad_request", "check_body", "error_body", "parse_body", "without_nulls"]
+__all__ = ["ApiError", "Schema", "bad_request", "check_body", "error_body", "is_unicode", "parse_body", "without_nulls"]
 
 Schema = Mapping[str, Any]
 """A description of a value: ``type``, ``enum``, ``anyOf``, limits, ``items``, ``properties``, ``required``;
@@ -212,7 +212,7 @@ def _check_leaves(body: Any) -> None:
         for leaf in leaves:
             if isinstance(leaf, float) and not math.isfinite(leaf):
                 bad_request("body: expected finite numbers, got one beyond float64", None, "invalid_json")
-            if isinstance(leaf, str) and not _is_unicode(leaf):
+            if isinstance(leaf, str) and not is_unicode(leaf):
                 bad_request("body: expected text, got half of a surrogate pair", None, "invalid_json")
         level = [leaf for leaf in leaves if isinstance(leaf, dict | list)]
 
@@ -221,7 +221,8 @@ def _inner(one: Any) -> list[Any]:
     return [*one.keys(), *one.values()] if isinstance(one, dict) else one
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Tell whether a text has no half of a surrogate pair."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

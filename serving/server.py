@@ -243,14 +243,12 @@ def _check_length(body: Mapping[str, Any], served: Served) -> None:
     prompts = body.get("prompt", ())
     one = max(map(_text_bytes, prompts), default=0) if isinstance(prompts, list) else _text_bytes(prompts)
     n_bytes = one + sum(_text_bytes(body[name]) for name in ("messages", "input", "system") if name in body)
-    if n_bytes <= _ALWAYS_READ or served.settings.context >= n_bytes:
-        return
-    most = served.settings.context * max(map(len, served.vocabulary.pieces))
-    if n_bytes > most:
+    most = served.settings.context * served.vocabulary.longest
+    if n_bytes > max(most, _ALWAYS_READ):
         bad_request(
             f"This model's maximum context length is {served.settings.context} tokens, which are at most {most} bytes "
             f"of text, but the request has {n_bytes}; shorten it",
-            "prompt" if "prompt" in body else "messages",
+            next(name for name in ("prompt", "messages", "input", "system") if name in body),
             "context_length_exceeded",
         )
 

@@ -9,6 +9,7 @@ from typing import Any, Final, NoReturn
 import attrs
 
 from ..state.errors import RequestError
+from .protocol import is_unicode
 
 __all__ = ["Talk", "Turn", "load_talk", "save_talk"]
 
@@ -102,13 +103,9 @@ def _checked(path: Path, at: int, message: Any) -> dict[str, str]:
         if name not in found:
             _refuse(path, at, f"{name} as text", "none", "chats hold messages of text alone")
     for name, one in found.items():
-        if not isinstance(one, str) or not _is_unicode(one):
+        if not isinstance(one, str) or not is_unicode(one):
             _refuse(path, at, f"{name} as text", type(one).__name__, "chats hold messages of text alone")
     return found
-
-
-def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _refuse(path: Path, at: int, expected: str, got: str, cure: str) -> NoReturn:

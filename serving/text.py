@@ -39,12 +39,14 @@ class Vocabulary:
         plain: the same without them, so that no text of a user becomes one.
         pieces: the bytes of every id; none for ids that the tokenizer lacks.
         silent: ids that are not part of a text: those that begin, end and pad it.
+        longest: bytes of the longest piece.
     """
 
     tokenizer: Tokenizer
     plain: Tokenizer
     pieces: tuple[bytes, ...]
     silent: frozenset[int]
+    longest: int
 
     def encode(self, text: str) -> list[int]:
         """Turn a text into ids, spellings of control tokens included."""
@@ -88,6 +90,7 @@ def read_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
         plain=without_control_tokens(tokenizer),
         pieces=tuple(pieces),
         silent=frozenset(token_id for token_id, one in added.items() if one["special"]),
+        longest=max(map(len, pieces)),
     )
 
 

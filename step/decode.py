@@ -82,10 +82,7 @@ def decode_step(
     """
     with owned_step(model, state):
         before = state
-        if only is not None:
-            only = distinct_ids(only, "only")
-            state = refeed_last(state, [i for i in only if force is None or i not in force])
-        state, batch = prepare_decode(state, only=only, force=force)
+        state, batch = begin_decode(state, only, force)
         taps = step_taps(state, batch, capture=capture, replay=replay, edit=edit)
         if not batch.request_ids:  # nothing runs: nothing changes
             return before, empty_output(model)
@@ -93,6 +90,24 @@ def decode_step(
         kv, logits = forward(model, state.kv, view, tap=taps.tap)
         state, out = finish_step(attrs.evolve(state, kv=kv), batch, view, logits, mask)
         return state, attrs.evolve(out, captured=taps.record(logits, "last"))
+
+
+def begin_decode(
+    state: DecodeState, only: Iterable[int] | None, force: Mapping[int, int] | None
+) -> tuple[DecodeState, ScheduleBatch]:
+    """Prepare a decode as ``decode_step`` does: a named request with nothing to feed is fed its last tokens again.
+
+    Args:
+        state: before the step.
+        only: requests to run; None for all running ones.
+        force: request -> token to feed instead of its pending one.
+    Returns:
+        (state, batch): as ``prepare_decode``.
+    """
+    if only is not None:
+        only = distinct_ids(only, "only")
+        state = refeed_last(state, [i for i in only if force is None or i not in force])
+    return prepare_decode(state, only=only, force=force)
 
 
 def empty_output(model: Model) -> StepOutput:

@@ -68,19 +68,22 @@ def forward_batch(
     virtual = torch.from_numpy(batch.out_cache_loc).to(device)
     seq_lens = torch.from_numpy(batch.seq_lens).to(device)
     last_rows = np.cumsum(batch.extend_lens) - 1 if bucket is None else np.arange(bucket)
-    n_idle = 0 if bucket is None else bucket - len(positions)
     return ForwardBatch(
         forward_mode=batch.forward_mode,
         batch_size=len(batch.request_ids),
-        input_ids=F.pad(input_ids, (0, n_idle)),
+        input_ids=_padded(input_ids, bucket),
         req_pool_indices=pool_rows,
         seq_lens=seq_lens,
         seq_lens_cpu=batch.seq_lens,
         seq_lens_sum=batch.seq_lens_sum,
         orig_seq_lens=torch.from_numpy(batch.orig_seq_lens).to(device),
-        positions=F.pad(torch.from_numpy(positions).to(device), (0, n_idle)),
+        positions=_padded(torch.from_numpy(positions).to(device), bucket),
         out_cache_loc=layout.kernel(VirtualLoc(ids=virtual)).ids,
         out_cache_loc_virtual=virtual if layout.is_translating else None,
         last_rows=torch.from_numpy(last_rows).to(device),
         metadata=metadata,
     )
+
+
+def _padded(numbers: torch.Tensor, bucket: int | None) -> torch.Tensor:
+    return numbers if bucket is None else F.pad(numbers, (0, bucket - len(numbers)))

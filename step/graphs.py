@@ -31,10 +31,9 @@ from ..state.decode import DecodeState
 from ..state.errors import ConfigError
 from ..state.kv import KVState
 from .border import owned_step
-from .decode import empty_output, finish_step
+from .decode import begin_decode, empty_output, finish_step
 from .forward_batch import forward_batch
-from .prepare import distinct_ids, prepare_decode
-from .refeed import refeed_last
+from .prepare import prepare_decode
 
 __all__ = ["DecodeGraph", "DecodeGraphs", "Graph", "GraphTool", "capture_decode", "graph_decode_step", "graph_forward"]
 
@@ -236,10 +235,7 @@ def graph_decode_step(
     """
     with owned_step(model, state):
         before = state
-        if only is not None:
-            only = distinct_ids(only, "only")
-            state = refeed_last(state, [i for i in only if force is None or i not in force])
-        state, batch = prepare_decode(state, only=only, force=force)
+        state, batch = begin_decode(state, only, force)
         if not batch.request_ids:  # nothing runs: nothing changes
             return before, empty_output(model)
         graph = graphs.fitting(batch)

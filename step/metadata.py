@@ -186,7 +186,7 @@ def _compressor(
     closing = np.flatnonzero(phase == ratio - 1)
     ends = positions[closing]
     history, members = ends, np.empty((len(ends), n_members), np.int64)
-    if len(ends):
+    if len(ends):  # most decodes close nothing
         past = ends[:, None] - np.arange(n_members - 1, -1, -1)
         at = np.broadcast_to(rows[closing][:, None], past.shape)
         # A member is a token of this step, or a state row left by an earlier one, or (before position 0) the dummy.

@@ -116,8 +116,7 @@ def prepare_extend(
     given = _mapping(tokens, "tokens")
     for request_id, chunk in zip(distinct_ids(given, "tokens"), given.values(), strict=True):
         request = _runnable(state, request_id)
-        # What decodes is given nothing, and is most of what a server's steps run.
-        ids = () if isinstance(chunk, tuple) and not chunk else _token_ids(chunk, state.config.vocab_size, request_id)
+        ids = _token_ids(chunk, state.config.vocab_size, request_id)
         if not len(ids) and not request.n_unfed:
             raise RequestError(
                 f"request {request_id}: expected at least one token to feed, got none and nothing is pending",
@@ -126,7 +125,7 @@ def prepare_extend(
                 got=0,
             )
         if len(ids):
-            state = attrs.evolve(state, sampling=observe_prompt(state.sampling, request_id, [*map(int, ids)]))
+            state = attrs.evolve(state, sampling=observe_prompt(state.sampling, request_id, ids.tolist()))
             request = attrs.evolve(request, tokens=request.tokens.extend(ids))
         requests.append(request)
     return _prepare(state, ForwardMode.EXTEND, requests, _limits(limit, [r.request_id for r in requests]))
@@ -291,6 +290,8 @@ def require_committed(state: DecodeState) -> None:
 
 def _token_ids(ids: Any, vocab_size: int, request_id: int) -> Ints:
     """Check token ids at the border and return them as i64[T]."""
+    if isinstance(ids, tuple) and not ids:  # what decodes is given nothing, and is most of what a server's steps run
+        return np.empty(0, np.int64)
     found = TokenLog.of(_plain_ids(ids, request_id)).numpy()
     bad = found[(found < 0) | (found >= vocab_size)]
     if len(bad):

@@ -55,16 +55,15 @@ def require_model(expected: Mapping[str, Any], found: Mapping[str, Any], where: 
     Raises:
         CheckpointError: configuration, weights, dtype, numerics or the form of the caches differ.
     """
+    # What was saved before a choice existed was made with its default.
+    found = {"caches": "plain", **found, "numerics": attrs.asdict(Numerics()) | found["numerics"]}
     names = {
         "config": "another configuration",
         "dtype": f"dtype {found['dtype']}",
         "numerics": "other numerics",
-        "caches": f"caches of the {found.get('caches', 'plain')} form",
+        "caches": f"caches of the {found['caches']} form",
         "fingerprint": "other weights",
     }
-    # What was saved before a choice existed was made with its default.
-    numerics = attrs.asdict(Numerics()) | found["numerics"]
-    found = {"caches": "plain"} | dict(found) | {"numerics": numerics}
     for name, what in names.items():
         if found[name] != expected[name]:
             is_short = name in ("dtype", "caches", "fingerprint")

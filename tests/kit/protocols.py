@@ -8,8 +8,9 @@ from typing import Any
 
 import attrs
 from kit.http import Reply, Server
+from kit.stand_in import StandIn
 
-__all__ = ["CHATS", "PATHS", "Said", "Tool", "ask", "body_of", "read_plain", "read_stream"]
+__all__ = ["CHATS", "PATHS", "Said", "Site", "Tool", "ask", "body_of", "read_plain", "read_stream"]
 
 PATHS = {
     "completions": "/v1/completions",
@@ -247,3 +248,16 @@ def _joined_response(events: list[Any]) -> Said:
     calls = tuple((item["name"], said) for item, said in items.values() if item["type"] == "function_call")
     reason = "length" if last["type"] == "response.incomplete" else "tool_calls" if calls else "stop"
     return Said(text, thought, reason, _normal(calls), _counts(last["response"]["usage"]))
+
+
+@attrs.define
+class Site:
+    """A server and the engine behind it, whose script tests exchange."""
+
+    server: Server
+    engine: StandIn
+
+    def says(self, protocol: str, **wish: Any) -> Said:
+        """What an endpoint says, as a single choice."""
+        (said,) = ask(self.server, protocol, **wish)
+        return said

@@ -10,13 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any
 
-import attrs
 import purestep as ps
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.http import Server, running
-from kit.protocols import CHATS, PATHS, Said, Tool, ask, body_of
+from kit.http import running
+from kit.protocols import CHATS, PATHS, Site, Tool, body_of
 from kit.stand_in import StandIn, prefer, say
 from kit.steps import examples
 
@@ -30,19 +29,6 @@ SCHEMA = {
     "required": ["name", "n"],
     "additionalProperties": False,
 }
-
-
-@attrs.define
-class Site:
-    """A server and the engine behind it, whose script tests exchange."""
-
-    server: Server
-    engine: StandIn
-
-    def says(self, protocol: str, **wish: Any) -> Said:
-        """What an endpoint says, as a single choice."""
-        (said,) = ask(self.server, protocol, **wish)
-        return said
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import pytest
 from anthropic.types import message_create_params
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.http import Server, running
-from kit.protocols import PATHS, body_of
+from kit.http import running
+from kit.protocols import PATHS, Site, body_of
 from kit.stand_in import StandIn, say
 from kit.steps import examples
 from openai.types import completion_create_params
@@ -29,14 +29,6 @@ PARAMS = {
 }
 KNOWN = [(protocol, field) for protocol, params in PARAMS.items() for field in sorted(params.__annotations__)]
 VALUES: list[Any] = [True, False, 0, 1, 0.5, -1, "x", "auto", "", [], ["x"], {}, {"type": "auto"}, {"x": {"y": [1]}}]
-
-
-@attrs.define
-class Site:
-    """A server and the engine behind it, whose script tests exchange."""
-
-    server: Server
-    engine: StandIn
 
 
 @pytest.fixture(scope="module")

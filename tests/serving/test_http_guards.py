@@ -10,11 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-import attrs
 import purestep as ps
 import pytest
 from kit.http import Server, running
-from kit.protocols import CHATS, PATHS, body_of, read_plain
+from kit.protocols import CHATS, PATHS, Site, body_of, read_plain
 from kit.stand_in import StandIn, prefer, say
 from prometheus_client.parser import text_string_to_metric_families
 from purestep.serving.asks import Ended, Sampled
@@ -24,14 +23,6 @@ MODEL = ps.load_model("tiny")
 CONTEXT = 64
 LIMITS = EngineLimits(running=2, waiting=6, tokens=1024, context=256, points=0)
 POSTS = (*PATHS.values(), "/tokenize", "/detokenize")
-
-
-@attrs.define
-class Site:
-    """A server and the engine behind it, whose script tests exchange."""
-
-    server: Server
-    engine: StandIn
 
 
 @pytest.fixture(scope="module")

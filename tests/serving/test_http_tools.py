@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any
 
-import attrs
 import purestep as ps
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.http import Server, running
-from kit.protocols import CHATS, PATHS, Said, Tool, ask, body_of
+from kit.http import running
+from kit.protocols import CHATS, PATHS, Site, Tool, ask, body_of
 from kit.stand_in import StandIn, prefer, say
 from kit.steps import examples
 from purestep.serving.text import read_vocabulary
@@ -47,19 +46,6 @@ CLOSING = {LESS: SLASH, SLASH: DSML}
 WORDS = read_vocabulary(TOKENIZER, MODEL.config.vocab_size)
 MARKS = {WORDS.pieces[token_id]: token_id for token_id in (END_THINK, DSML)}
 PLAIN = {WORDS.pieces[token_id]: token_id for token_id in range(3, TOKENIZER.token_to_id("<｜User｜>"))}
-
-
-@attrs.define
-class Site:
-    """A server and the engine behind it, whose script tests exchange."""
-
-    server: Server
-    engine: StandIn
-
-    def says(self, protocol: str, **wish: Any) -> Said:
-        """What an endpoint says, as a single choice."""
-        (said,) = ask(self.server, protocol, **wish)
-        return said
 
 
 @pytest.fixture(scope="module")
