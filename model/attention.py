@@ -184,6 +184,6 @@ def group_rows(model: Model, p: AttentionParams, o: Tensor) -> Tensor:
         float[...,T,H].
     """
     groups = model.config.o_groups
-    w = p.wo_a if p.wo_a.dim() == 3 else p.wo_a.unflatten(0, (groups, -1))
+    w = p.wo_a.unflatten(0, (groups, -1)) if isinstance(p.wo_a, Tensor) and p.wo_a.dim() == 2 else p.wo_a
     low = model.ops.grouped_linear(o.flatten(-2).unflatten(-1, (groups, -1)), w)
     return model.ops.linear(low.flatten(-2), p.wo_b)

@@ -13,13 +13,14 @@ import attrs
 import tokenizers
 import torch
 
-from ..ops.dispatch import Ops, kernel_table
+from ..ops.dispatch import Ops, kernel_table, with_stored
 from ..state.config import Config
 from ..state.errors import CheckpointError, ConfigError
 from ..state.numerics import Numerics
 from ..state.parallel import Parallel
 from .ascend import kernel_params
 from .checkpoint import read_checkpoint
+from .leaves import expanded, has_stored
 from .model import Model
 from .params import CompressorParams, LayerParams, Params
 from .stop_tokens import stop_tokens
@@ -96,7 +97,7 @@ def build_model(
 
     Args:
         config: the numbers.
-        params: the weights, in ``dtype`` (f32 parts in f32).
+        params: the weights, in ``dtype`` (f32 parts in f32), or as a release stores them.
         dtype: of activations and caches.
         numerics: default as in ``load_model``.
         kernels: default as in ``load_model``.
@@ -105,7 +106,7 @@ def build_model(
         ConfigError: settings that do not go together, or operators that are not what was recorded of them.
     """
     if kernels == "ascend":
-        return _ascend_model(config, _widened(params), dtype, numerics, chip)
+        return _ascend_model(config, _widened(expanded(params, dtype)), dtype, numerics, chip)
     if chip is not None:
         raise ConfigError(
             f"chip: expected None without Ascend kernels, got {chip!r}", field="chip", expected=None, got=chip
@@ -120,6 +121,8 @@ def build_model(
     if numerics is None:
         numerics = Numerics.plain() if dtype is torch.float32 else Numerics.official()
     ops: Ops = kernel_table(kernels, params.embed.device.type, invariant=numerics.invariant)
+    if has_stored(params):
+        ops = with_stored(ops)
     return Model(config=config, params=_widened(params), numerics=numerics, ops=ops, dtype=dtype)
 
 

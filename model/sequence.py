@@ -27,6 +27,7 @@ from .attention import (
     project_query,
 )
 from .layer import head_logits, layer
+from .leaves import expanded
 from .model import Model
 from .params import AttentionParams, CompressorParams
 from .rotary import layer_frequencies
@@ -113,7 +114,8 @@ def forward_sequence(model: Model, token_ids: Tensor, *, ops: Ops = DIFFERENTIAB
     model = attrs.evolve(model, ops=ops)
     params = model.params
     streams = split_streams(ops.embed_rows(token_ids, params.embed, 0), model.config.hc_mult)
-    for p, ratio in zip(params.layers, model.config.compress_ratios, strict=True):
+    for stored, ratio in zip(params.layers, model.config.compress_ratios, strict=True):
+        p = expanded(stored, model.dtype)
 
         def attention(x: Tensor, p: AttentionParams = p.attn, ratio: int = ratio) -> Tensor:
             return _attention(model, p, x, ratio)

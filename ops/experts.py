@@ -9,6 +9,7 @@ Source: DeepSeek-V4 ``inference/model.py``, ``Expert`` and ``MoE``; model sheet 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +17,17 @@ from torch.nn import functional as F
 
 from .linear import linear
 
-__all__ = ["expert", "experts_dense", "experts_sorted", "gate_up", "run_sorted"]
+__all__ = ["Stack", "expert", "experts_dense", "experts_sorted", "gate_up", "run_sorted"]
+
+
+class Stack(Protocol):
+    """The weights of a layer's experts, one to be taken at a time: a tensor, or something in its place."""
+
+    def __len__(self) -> int:
+        """Count the experts."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Take the weight of one expert, as the matrix product wants it."""
 
 
 def gate_up(hidden: Tensor, limit: float | None) -> Tensor:
@@ -91,7 +102,7 @@ def experts_sorted(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Ten
 
 
 def run_sorted(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float, multiply: Callable[..., Tensor]
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Stack, w2: Stack, limit: float, multiply: Callable[..., Tensor]
 ) -> Tensor:
     """Do the work of ``experts_sorted`` with a given matrix product.
 
@@ -102,7 +113,7 @@ def run_sorted(
         return torch.zeros_like(x, dtype=torch.float32)
     n_rows, n_chosen = ids.shape
     order = torch.argsort(ids.flatten(), stable=True)
-    counts = torch.bincount(ids.flatten(), minlength=w13.shape[0]).tolist()
+    counts = torch.bincount(ids.flatten(), minlength=len(w13)).tolist()
     hit = [(e, n) for e, n in enumerate(counts) if n]
     rows = x.index_select(0, order // n_chosen).split([n for _, n in hit])
     hidden = torch.cat([multiply(part, w13[e]) for (e, _), part in zip(hit, rows, strict=True)])

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Int8Weight", "hadamard", "int8_weight", "round_fp4", "round_fp8"]
+__all__ = ["Int8Weight", "hadamard", "int8_weight", "power_of_two_scale", "round_fp4", "round_fp8"]
 
 FP8_MAX = 448.0
 FP8_FLOOR = 1e-4  # smallest group maximum of the official kernel
@@ -51,7 +51,7 @@ def int8_weight(w: Tensor) -> Int8Weight:
     return Int8Weight(codes=codes.round().to(torch.int8), scales=scales)
 
 
-def _power_of_two_scale(amax: Tensor, limit: float) -> Tensor:
+def power_of_two_scale(amax: Tensor, limit: float) -> Tensor:
     """Return ``2 ** ceil(log2(amax / limit))``, exact because it reads the exponent instead of a logarithm."""
     mantissa, exponent = torch.frexp(amax / limit)
     # frexp gives mantissa in [0.5, 1): exactly 0.5 is a power of two already.
@@ -79,7 +79,7 @@ def round_fp8(x: Tensor, group: int) -> Tensor:
     """
     grouped = _groups(x, group)
     amax = grouped.abs().amax(-1, keepdim=True).clamp(min=FP8_FLOOR)
-    scale = _power_of_two_scale(amax, FP8_MAX)
+    scale = power_of_two_scale(amax, FP8_MAX)
     codes = (grouped / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return _joined(codes.float() * scale, x)
 
@@ -95,7 +95,7 @@ def round_fp4(x: Tensor, group: int) -> Tensor:
     """
     grouped = _groups(x, group)
     amax = grouped.abs().amax(-1, keepdim=True).clamp(min=FP4_FLOOR)
-    scale = _power_of_two_scale(amax, FP4_MAX)
+    scale = power_of_two_scale(amax, FP4_MAX)
     size = (grouped / scale).abs().clamp(max=FP4_MAX)
     # The grid 0, .5, 1, 1.5, 2 | 2, 3, 4 | 4, 6 has steps .5, 1 and 2; round() takes ties to even multiples, which are
     # the even codes on each piece.
