@@ -15,9 +15,25 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..ops.formats import StoredWeight, expand, is_stored
-from .params import AttentionParams, CompressorParams, IndexerParams, LayerParams, MoEParams, Params, StreamParams
+from .params import (
+    AttentionParams,
+    CompressorParams,
+    DraftParams,
+    IndexerParams,
+    LayerParams,
+    MoEParams,
+    Params,
+    StreamParams,
+)
 
-__all__ = ["expanded", "has_stored", "leaves_from_params", "params_from_leaves", "weights_from_params"]
+__all__ = [
+    "draft_from_leaves",
+    "expanded",
+    "has_stored",
+    "leaves_from_params",
+    "params_from_leaves",
+    "weights_from_params",
+]
 
 _Tree = TypeVar("_Tree")
 
@@ -29,6 +45,7 @@ _CLASSES: Final[Mapping[str, type[Any]]] = {
     "compressor": CompressorParams,
     "indexer": IndexerParams,
     "ffn": MoEParams,
+    "block": LayerParams,
 }
 """The class of every field that is not a tensor; the layers are treated apart."""
 
@@ -39,7 +56,7 @@ def leaves_from_params(params: Params) -> dict[str, Tensor]:
     return {".".join(_word(key) for key in path): leaf for path, leaf in found if leaf is not None}
 
 
-def weights_from_params(params: Params) -> dict[str, Tensor | StoredWeight]:
+def weights_from_params(params: Params | DraftParams) -> dict[str, Tensor | StoredWeight]:
     """List the weights of ``params`` by path, stored ones whole."""
     found, _ = pytree.tree_flatten_with_path(params, is_leaf=is_stored)
     return {".".join(_word(key) for key in path): leaf for path, leaf in found if leaf is not None}
@@ -71,6 +88,20 @@ def params_from_leaves(leaves: Mapping[str, Tensor | StoredWeight]) -> Params:
     Returns:
         The weights. They share storage with ``leaves``.
     """
+    tree = _tree_of(leaves)
+    layers = tree.pop("layers", {})
+    in_order = sorted(layers.items(), key=lambda item: int(item[0]))
+    built: Params = _build(Params, tree, layers=tuple(_build(LayerParams, node) for _, node in in_order))
+    return built
+
+
+def draft_from_leaves(leaves: Mapping[str, Tensor | StoredWeight]) -> DraftParams:
+    """Build ``DraftParams`` from its weights by path, one for every path of ``layout.draft_shapes``."""
+    built: DraftParams = _build(DraftParams, _tree_of(leaves))
+    return built
+
+
+def _tree_of(leaves: Mapping[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
         *parents, name = path.split(".")
@@ -78,10 +109,7 @@ def params_from_leaves(leaves: Mapping[str, Tensor | StoredWeight]) -> Params:
         for parent in parents:
             node = node.setdefault(parent, {})
         node[name] = leaf
-    layers = tree.pop("layers", {})
-    in_order = sorted(layers.items(), key=lambda item: int(item[0]))
-    built: Params = _build(Params, tree, layers=tuple(_build(LayerParams, node) for _, node in in_order))
-    return built
+    return tree
 
 
 def _build(cls: type[Any], tree: Mapping[str, Any], **given: Any) -> Any:

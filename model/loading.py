@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
@@ -51,6 +51,8 @@ def load_model(
     kernels: str | None = None,
     chip: str | None = None,
     parallel: Parallel | None = None,
+    stored: bool | None = None,
+    layers: Iterable[int] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Model:
     """Load a DeepSeek-V4 checkpoint.
@@ -58,14 +60,18 @@ def load_model(
     Args:
         path: "tiny", or a folder with ``config.json``, ``*.safetensors`` and perhaps ``tokenizer.json``,
             ``tokenizer_config.json`` and ``generation_config.json``, of which the tokens that end a text are read.
-        dtype: "float32" or "bfloat16"; default the checkpoint's own.
+        dtype: "float32" or "bfloat16"; default the checkpoint's own. Given, it is that of all weights: those that the
+            checkpoint keeps in FP8 or FP4 are expanded while loading.
         numerics: default ``Numerics.plain()`` in float32 and ``Numerics.official()`` in bfloat16; Ascend kernels have
             ``Numerics.ascend()`` and no other.
         kernels: "reference" or "fused", or "ascend", whose packages are then imported; default the fastest that the
             device and the numerics have.
         chip: generation of an Ascend device, "a2" or "a3"; with Ascend kernels, and only with them.
         parallel: default one rank.
-        progress: called as (tensors read, tensors in all, name) while loading.
+        stored: whether FP8 and FP4 weights stay so in memory and are expanded where they are used; default where no
+            ``dtype`` is given. Ascend kernels take expanded ones.
+        layers: load these layers alone, such as ``range(0, 4)``, as a model of their own; default all.
+        progress: called as (weights read, weights in all, name) while loading.
     Returns:
         The model.
     Raises:
@@ -75,7 +81,8 @@ def load_model(
     parallel = parallel or Parallel()
     chosen = None if dtype is None else _dtype(dtype)
     folder = model_folder(path)
-    config, params = read_checkpoint(folder, dtype=chosen, progress=progress)
+    keep = False if kernels == "ascend" else stored
+    config, params = read_checkpoint(folder, dtype=chosen, stored=keep, layers=layers, progress=progress)
     tokenizer_file = folder / "tokenizer.json"
     tokenizer = _read_tokenizer(tokenizer_file) if tokenizer_file.is_file() else None
     config = attrs.evolve(config, eos_token_id=stop_tokens(folder, config, tokenizer))

@@ -18,6 +18,7 @@ from ..state.values import value
 __all__ = [
     "AttentionParams",
     "CompressorParams",
+    "DraftParams",
     "IndexerParams",
     "LayerParams",
     "MoEParams",
@@ -172,3 +173,27 @@ class Params:
     hc_head: StreamParams
     norm: Tensor
     head: Tensor
+
+
+@value
+@attrs.frozen(eq=False, kw_only=True)
+class DraftParams:
+    """All weights of the draft block of a release.
+
+    Attributes:
+        e_proj: float[H,H]. Of the normed embedding of the next token.
+        h_proj: float[H,H]. Of the model's normed final streams.
+        enorm: float[H].
+        hnorm: float[H].
+        block: a layer that compresses nothing and picks experts by score.
+        hc_head: f32. As in ``Params``.
+        norm: float[H].
+    """
+
+    e_proj: Weight
+    h_proj: Weight
+    enorm: Tensor
+    hnorm: Tensor
+    block: LayerParams
+    hc_head: StreamParams
+    norm: Tensor

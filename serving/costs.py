@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack
 from fractions import Fraction
 from math import prod
 from pathlib import Path
@@ -17,7 +16,7 @@ import attrs
 import torch
 
 from ..model.layout import DIALECTS, leaf_shapes, parameter_count, tensor_pieces
-from ..model.shards import Faults, open_shards
+from ..model.shards import Faults, read_headers
 from ..state.capacity import C4_RATIO, C128_RATIO, Capacity, PoolSizes
 from ..state.config import Config
 from ..state.errors import ConfigError
@@ -153,11 +152,11 @@ def file_bytes(folder: Path, config: Config) -> dict[str, int]:
         return {}
     leaves = {piece.name: piece.leaf for dialect in DIALECTS for piece in tensor_pieces(config, dialect)}
     found: dict[str, int] = {}
-    faults = Faults(folder)
-    with ExitStack() as stack:
-        headers = open_shards(folder, stack, faults).headers
+    faults, shards = Faults(folder), read_headers(folder)
+    for fault in shards.absent.values():
+        faults.add(*fault)
     faults.raise_if_any()
-    for name, header in headers.items():
+    for name, header in shards.headers.items():
         part = _part_of(leaves[name]) if name in leaves else _OTHER
         found[part] = found.get(part, 0) + prod(header.shape) * _bits_of(header.dtype) // 8
     return found
