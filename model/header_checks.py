@@ -16,9 +16,9 @@ from torch import Tensor
 from ..state.config import Config
 from .layout import DIALECTS, DRAFT, Dialect, Kind, Piece, draft_pieces, tensor_pieces
 from .shards import Faults, Header, Shards
-from .storage import CODES, SCALES, Form, code_shape, scale_names, scale_shape
+from .storage import CODES, SCALES, Form, Storage, code_shape, scale_names, scale_shape
 
-__all__ = ["Found", "Match", "check_expert_tables", "find_dialect", "match_draft", "match_tensors"]
+__all__ = ["Found", "Match", "check_expert_tables", "find_dialect", "match_draft", "match_tensors", "storage_of"]
 
 _IDS: Final = ("I32", "I64")
 
@@ -142,6 +142,27 @@ def check_expert_tables(config: Config, weights: Iterable[Found], shards: Shards
         if rows:
             got = f"{len(rows)} rows, first row {rows[0]}: {table[rows[0]].tolist()}"
             faults.add(f"tables whose rows are not distinct expert ids 0..{n_experts - 1}", f"{name} ({got})")
+
+
+def storage_of(weights: Iterable[Found], shards: Shards) -> Storage | None:
+    """Tell the forms of a checkpoint, or None where weights of one kind have several."""
+    forms: dict[str, set[Form]] = {"linear": set(), "expert": set()}
+    scales, wide = set(), set()
+    for found in weights:
+        if found.piece.kind in forms:
+            forms[found.piece.kind].add(found.form)
+        if found.form == "fp8" and found.scale:
+            scales.add("F32" if shards.headers[found.scale].dtype == "F32" else "F8_E8M0")
+        if found.form == "wide" and found.piece.kind not in ("f32", "ids"):
+            wide.add(shards.headers[found.piece.name].dtype)
+    if len(forms["linear"]) != 1 or len(forms["expert"]) != 1 or len(scales) > 1:
+        return None
+    return Storage(
+        linear=forms["linear"].pop(),
+        expert=forms["expert"].pop(),
+        wide="BF16" if wide <= {"BF16"} else "F32" if wide != {"F16"} else "F16",
+        scales=scales.pop() if scales else "F8_E8M0",
+    )
 
 
 def _layer_of(piece: Piece) -> str:

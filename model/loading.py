@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from importlib import import_module
@@ -12,6 +13,7 @@ from typing import Final
 import attrs
 import tokenizers
 import torch
+from torch import Tensor
 
 from ..ops.dispatch import Ops, kernel_table, with_stored
 from ..state.config import Config
@@ -20,12 +22,12 @@ from ..state.numerics import Numerics
 from ..state.parallel import Parallel
 from .ascend import kernel_params
 from .checkpoint import read_checkpoint
-from .leaves import expanded, has_stored
+from .leaves import expanded, has_stored, params_from_leaves, weights_from_params
 from .model import Model
-from .params import CompressorParams, LayerParams, Params
+from .params import Params
 from .stop_tokens import stop_tokens
 
-__all__ = ["build_model", "load_model", "model_folder"]
+__all__ = ["build_model", "is_widened", "load_model", "model_folder"]
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Dtypes that activations and caches may have, by name."""
@@ -192,31 +194,20 @@ def _read_tokenizer(file: Path) -> tokenizers.Tokenizer:
         ) from error
 
 
+def is_widened(path: str) -> bool:
+    """Tell whether a weight is kept in f32 whatever the model's dtype, because it is computed in f32.
+
+    Args:
+        path: of the weight in ``Params``.
+    """
+    return re.fullmatch(r"head|(.*\.)?(attn_|ffn_|q_|kv_)?norm|.*\.compressor\.w(kv|gate)|.*\.gate", path) is not None
+
+
 def _widened(params: Params) -> Params:
-    """Store in f32 what is computed in f32 whatever the model's dtype: norms, router, compressor projections, head.
+    """Store in f32 what is computed in f32: norms, router, compressor projections, head.
 
     Widening changes no value, so this moves a conversion from every step to the load.
     """
-
-    def compressor(p: CompressorParams) -> CompressorParams:
-        return attrs.evolve(p, wkv=p.wkv.float(), wgate=p.wgate.float(), norm=p.norm.float())
-
-    def layer(p: LayerParams) -> LayerParams:
-        indexer = p.attn.indexer and attrs.evolve(p.attn.indexer, compressor=compressor(p.attn.indexer.compressor))
-        attn = attrs.evolve(
-            p.attn,
-            q_norm=p.attn.q_norm.float(),
-            kv_norm=p.attn.kv_norm.float(),
-            compressor=p.attn.compressor and compressor(p.attn.compressor),
-            indexer=indexer,
-        )
-        return attrs.evolve(
-            p,
-            attn_norm=p.attn_norm.float(),
-            ffn_norm=p.ffn_norm.float(),
-            attn=attn,
-            ffn=attrs.evolve(p.ffn, gate=p.ffn.gate.float()),
-        )
-
-    layers = tuple(layer(p) for p in params.layers)
-    return attrs.evolve(params, layers=layers, norm=params.norm.float(), head=params.head.float())
+    weights = weights_from_params(params)
+    wide = {path: w.float() if isinstance(w, Tensor) and is_widened(path) else w for path, w in weights.items()}
+    return params_from_leaves(wide)
