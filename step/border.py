@@ -54,6 +54,6 @@ def owned_step(model: Model, state: DecodeState) -> Iterator[None]:
             got=state.kv.layout.form,
         )
     with ExitStack() as stack:
-        for handle in (state.table.handle, state.kv.handle, state.relay):
+        for handle in (state.table.handle, state.kv.handle):
             stack.enter_context(handle.exclusive())
         yield
