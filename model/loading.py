@@ -23,6 +23,7 @@ from .checkpoint import read_checkpoint
 from .model import Model
 from .params import CompressorParams, LayerParams, Params
 from .stop_tokens import stop_tokens
+from .variants import numeric_ops
 
 __all__ = ["build_model", "load_model", "model_folder"]
 
@@ -120,6 +121,7 @@ def build_model(
     if numerics is None:
         numerics = Numerics.plain() if dtype is torch.float32 else Numerics.official()
     ops: Ops = kernel_table(kernels, params.embed.device.type, invariant=numerics.invariant)
+    ops = numeric_ops(ops, numerics, dtype, params)
     return Model(config=config, params=_widened(params), numerics=numerics, ops=ops, dtype=dtype)
 
 
