@@ -37,7 +37,7 @@ def pack_entries(x: Tensor, tail: int, group: int, n_bytes: int, dtype: torch.dt
     """
     head, rest = x.split((x.shape[-1] - tail, tail), dim=-1)
     codes, scales = fp8_codes(head, group)
-    parts = (codes.view(torch.uint8), rest.to(dtype).contiguous().view(torch.uint8), scale_bytes(scales))
+    parts = (codes.view(torch.uint8), _reread(rest.to(dtype), torch.uint8), scale_bytes(scales))
     row = torch.cat(parts, dim=-1)
     return torch.nn.functional.pad(row, (0, n_bytes - row.shape[-1]))
 
@@ -55,24 +55,28 @@ def unpack_entries(rows: Tensor, width: int, tail: int, group: int, dtype: torch
         float[...,D].
     """
     n_codes, n_tail = width - tail, tail * dtype.itemsize
-    codes = rows[..., :n_codes].contiguous().view(torch.float8_e4m3fn).float()
-    rest = rows[..., n_codes : n_codes + n_tail].contiguous().view(dtype)
+    codes = rows[..., :n_codes].view(torch.float8_e4m3fn).float()
+    rest = _reread(rows[..., n_codes : n_codes + n_tail], dtype)
     scales = power_scale(rows[..., n_codes + n_tail : n_codes + n_tail + -(-n_codes // group)])
     head = codes * scales.repeat_interleave(group, -1)[..., :n_codes]
     return torch.cat((head.to(dtype), rest), dim=-1)
+
+
+def _reread(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """Read a part of rows as numbers of another size, which wants them in memory of their own."""
+    return part.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def pack_fp8_keys(x: Tensor) -> Tensor:
     """Pack index keys: e4m3 codes and one f32 scale: float[...,J] -> u8[...,J+4]."""
     scale = row_scale(x)
     codes = (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-    return torch.cat((codes.view(torch.uint8), scale.view(torch.uint8)), dim=-1)
+    return torch.cat((codes.view(torch.uint8), _reread(scale, torch.uint8)), dim=-1)
 
 
 def unpack_fp8_keys(rows: Tensor) -> Tensor:
     """Unpack what ``pack_fp8_keys`` packed: u8[...,J+4] -> f32[...,J]."""
-    codes, scale = rows[..., :-4].contiguous(), rows[..., -4:].contiguous()
-    return codes.view(torch.float8_e4m3fn).float() * scale.view(torch.float32)
+    return rows[..., :-4].view(torch.float8_e4m3fn).float() * _reread(rows[..., -4:], torch.float32)
 
 
 def pack_fp4_keys(x: Tensor, group: int) -> Tensor:
