@@ -70,13 +70,12 @@ class Model:
             ConfigError: naming the forms that fit.
         """
         if form not in self.cache_forms:
-            fitting = ", ".join(self.cache_forms)
             raise ConfigError(
-                f"caches: expected one of {fitting}, which these kernels and numerics have, got {form!r}; FP8 rows "
-                'hold what kv_qdq rounds, FP8 keys what indexer_qdq="fp8" and FP4 keys what indexer_qdq=True rounds, '
-                'online pooling all but pooling_rounding="all"',
+                f"caches: expected the form {' or '.join(self.cache_forms)}, which these kernels and numerics have, "
+                f'got {form!r}; FP8 rows hold what kv_qdq rounds, FP8 keys what indexer_qdq="fp8" and FP4 keys what '
+                'indexer_qdq=True rounds, online pooling all but pooling_rounding="all"; see init_state(caches=)',
                 field="caches",
-                expected=fitting,
+                expected=self.cache_forms,
                 got=form,
             )
 

@@ -91,7 +91,9 @@ def test_a_model_has_the_forms_that_hold_what_it_computes() -> None:
             if form in forms:
                 assert ps.init_state(model, ps.Capacity(1, 8, 8), caches=form).kv.layout.form == form
             else:
-                with pytest.raises(ps.ConfigError, match=f"caches: expected one of {', '.join(forms)}.*got '{form}'"):
+                with pytest.raises(
+                    ps.ConfigError, match=f"caches: expected the form {' or '.join(forms)}, .*got '{form}'"
+                ):
                     ps.init_state(model, ps.Capacity(1, 8, 8), caches=form)
 
 
