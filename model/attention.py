@@ -36,7 +36,7 @@ __all__ = [
 
 def _project(model: Model, x: Tensor, w: Weight) -> Tensor:
     """Multiply rows by a weight that releases quantise: float[...,H] -> float[...,F]."""
-    return model.ops.linear(activation_rows(model, x, w), w)
+    return model.ops.linear(activation_rows(model, x), w)
 
 
 def query_heads(model: Model, p: AttentionParams, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,7 +235,7 @@ def group_rows(model: Model, p: AttentionParams, o: Tensor) -> Tensor:
         float[...,T,H].
     """
     groups = model.config.o_groups
-    w = p.wo_a if p.wo_a.dim() == 3 else p.wo_a.unflatten(0, (groups, -1))
+    w = p.wo_a.unflatten(0, (groups, -1)) if isinstance(p.wo_a, Tensor) and p.wo_a.dim() == 2 else p.wo_a
     rows = o.flatten(-2).unflatten(-1, (groups, -1))
     if model.numerics.wo_a_qdq:
         rows = model.ops.round_fp8(rows, ACTIVATION_GROUP)

@@ -59,11 +59,12 @@ def mixture(model: Model, p: MoEParams, x: Tensor, token_ids: Tensor, tap: Tap =
     else:
         ids, weights = ops.route_scored(logits, p.bias, config.num_experts_per_tok, _weight_factor(model))
     ids, weights = _tap_choice(model, logits, ids, weights, tap)
-    routed = ops.experts(activation_rows(model, x, p.w13), ids, weights, p.w13, p.w2, config.swiglu_limit)
+    rows = activation_rows(model, x)
+    routed = ops.experts(rows, ids, weights, p.w13, p.w2, config.swiglu_limit)
     if numerics.routing_weight == "summed":
         routed = routed * config.routed_scaling_factor
     limit = config.swiglu_limit if numerics.clamp_shared_expert else None
-    shared = ops.expert(activation_rows(model, x, p.shared_w13), p.shared_w13, p.shared_w2, limit)
+    shared = ops.expert(rows, p.shared_w13, p.shared_w2, limit)
     return (routed + shared.float()).to(x.dtype)
 
 

@@ -14,6 +14,7 @@ from ..state.config import Config
 from ..state.errors import ConfigError
 from ..state.kv import CacheForm
 from ..state.numerics import Numerics
+from .leaves import has_stored
 from .params import Params
 from .rotary import layer_frequencies
 
@@ -32,6 +33,7 @@ class Model:
         dtype: of activations and caches.
         tokenizer: a ``tokenizers.Tokenizer``, or None where the checkpoint has none.
         frequencies: compress ratio -> f32[R/2], rotary frequencies of that layer kind; they follow from the others.
+        rounds_activations: whether rows that meet quantised weights are rounded; follows from the others.
     """
 
     config: Config
@@ -57,6 +59,12 @@ class Model:
     def turn_dtype(self) -> torch.dtype:
         """What cosines and sines are rounded to."""
         return self.dtype if self.numerics.rotary_rounding else torch.float32
+
+    rounds_activations: bool = attrs.field(init=False)
+
+    @rounds_activations.default
+    def _rounds_activations(self) -> bool:
+        return self.numerics.rounds_activations(is_stored=has_stored(self.params))
 
     @property
     def cache_form(self) -> CacheForm:

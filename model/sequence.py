@@ -28,6 +28,7 @@ from .attention import (
     round_index,
 )
 from .layer import head_logits, layer
+from .leaves import expanded, has_stored
 from .model import Model
 from .params import AttentionParams, CompressorParams
 from .rotary import turns
@@ -115,9 +116,11 @@ def forward_sequence(model: Model, token_ids: Tensor, *, ops: Ops = DIFFERENTIAB
         f32[...,T,V].
     """
     params = model.params
-    model = attrs.evolve(model, ops=numeric_ops(ops, model.numerics, model.dtype, params))
+    ops = numeric_ops(ops, model.numerics, model.dtype, is_stored=has_stored(params))
+    model = attrs.evolve(model, ops=ops)
     streams = split_streams(ops.embed_rows(token_ids, params.embed, 0), model.config.hc_mult)
-    for p, ratio in zip(params.layers, model.config.compress_ratios, strict=True):
+    for stored, ratio in zip(params.layers, model.config.compress_ratios, strict=True):
+        p = expanded(stored, model.dtype)
 
         def attention(x: Tensor, p: AttentionParams = p.attn, ratio: int = ratio) -> Tensor:
             return _attention(model, p, x, ratio)

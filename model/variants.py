@@ -17,22 +17,20 @@ from torch import Tensor
 
 from ..ops.dispatch import Ops
 from ..ops.experts import ACTIVATION_GROUP, PLAIN, ExpertMath
-from ..ops.quantize import Int8Weight
 from ..state.numerics import Numerics
 from .model import Model
-from .params import Params, Weight
 
 __all__ = ["activation_rows", "numeric_ops"]
 
 
-def numeric_ops(ops: Ops, numerics: Numerics, dtype: torch.dtype, params: Params) -> Ops:
+def numeric_ops(ops: Ops, numerics: Numerics, dtype: torch.dtype, *, is_stored: bool) -> Ops:
     """Bind numeric choices to the operators of a kernel table.
 
     Args:
         ops: the table.
         numerics: the choices.
         dtype: of activations.
-        params: the weights; whether they are kept quantised decides about rows rounded for them.
+        is_stored: whether weights are kept quantised.
     Returns:
         The same table where the choices are the plain ones.
     """
@@ -44,37 +42,24 @@ def numeric_ops(ops: Ops, numerics: Numerics, dtype: torch.dtype, params: Params
         bound["pool_group"] = partial(ops.pool_group, dtype=dtype)
     if numerics.stream_rounding:
         bound["update_streams"] = partial(ops.update_streams, rounding=True)
-    first = params.layers[0].ffn
-    routed, shared = (_expert_math(numerics, w) for w in (first.w2, first.shared_w2))
-    if routed != PLAIN:
-        bound["experts"] = partial(ops.experts, how=routed)
-    if shared != PLAIN:
-        bound["expert"] = partial(ops.expert, how=shared)
+    math = ExpertMath(
+        weighs_after=numerics.routing_weight != "inside",
+        rounds_steps=numerics.expert_rounding,
+        rounds_inner=numerics.rounds_activations(is_stored=is_stored),
+    )
+    if math != PLAIN:
+        bound |= {"experts": partial(ops.experts, how=math), "expert": partial(ops.expert, how=math)}
     return attrs.evolve(ops, **bound) if bound else ops
 
 
-def _expert_math(numerics: Numerics, w: Weight) -> ExpertMath:
-    return ExpertMath(
-        weighs_after=numerics.routing_weight != "inside",
-        rounds_steps=numerics.expert_rounding,
-        rounds_inner=_rounds_rows_of(numerics, w),
-    )
-
-
-def _rounds_rows_of(numerics: Numerics, w: Weight) -> bool:
-    is_stored = not isinstance(w, Tensor | Int8Weight)
-    return numerics.activation_qdq is True or (numerics.activation_qdq == "stored" and is_stored)
-
-
-def activation_rows(model: Model, x: Tensor, w: Weight) -> Tensor:
+def activation_rows(model: Model, x: Tensor) -> Tensor:
     """Round rows that meet a weight which releases quantise, as the numerics say.
 
     Args:
         model: the model.
         x: float[...,H].
-        w: the weight that they meet.
     Returns:
         float[...,H] in the dtype of ``x``.
     Rounding: none, or e4m3 with a power-of-two scale for every 128 channels.
     """
-    return model.ops.round_fp8(x, ACTIVATION_GROUP) if _rounds_rows_of(model.numerics, w) else x
+    return model.ops.round_fp8(x, ACTIVATION_GROUP) if model.rounds_activations else x

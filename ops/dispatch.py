@@ -26,11 +26,12 @@ from . import (
     quantize,
     rotary,
     router,
+    stored,
     streams,
     vocabulary,
 )
 
-__all__ = ["DIFFERENTIABLE", "FUSED", "INVARIANT", "REFERENCE", "Ops", "PagedOps", "kernel_table"]
+__all__ = ["DIFFERENTIABLE", "FUSED", "INVARIANT", "REFERENCE", "Ops", "PagedOps", "kernel_table", "with_stored"]
 
 Kernel = Callable[..., Tensor]
 Kernels2 = Callable[..., tuple[Tensor, Tensor]]
@@ -163,6 +164,24 @@ INVARIANT: Final = attrs.evolve(
 """What ``Numerics(invariant=True)`` runs: every row alone, bit for bit."""
 
 _TABLES: Final[Mapping[str, Ops]] = {"reference": REFERENCE, "fused": FUSED}
+
+_STORED: Final[Mapping[str, stored.StoredKernels]] = {
+    "reference": stored.reference_kernels,
+    "fused": stored.fused_kernels,
+    "invariant": stored.invariant_kernels,
+}
+
+
+def with_stored(ops: Ops) -> Ops:
+    """Let a kernel table of this package take weights as releases store them, too."""
+    kernels = _STORED[ops.name]
+    return attrs.evolve(
+        ops,
+        linear=kernels.linear,
+        grouped_linear=kernels.grouped_linear,
+        experts=kernels.experts,
+        expert=kernels.expert,
+    )
 
 
 def kernel_table(name: str | None, device: str, *, invariant: bool) -> Ops:

@@ -9,7 +9,7 @@ Source: DeepSeek-V4 ``inference/model.py``, ``Expert`` and ``MoE``; model sheet 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final, Protocol
 
 import attrs
 import torch
@@ -23,6 +23,7 @@ __all__ = [
     "ACTIVATION_GROUP",
     "PLAIN",
     "ExpertMath",
+    "Stack",
     "expert",
     "experts_dense",
     "experts_sorted",
@@ -33,6 +34,16 @@ __all__ = [
 
 ACTIVATION_GROUP: Final = 128
 """Channels that share a scale in rows that meet a quantised weight."""
+
+
+class Stack(Protocol):
+    """The weights of a layer's experts, one to be taken at a time: a tensor, or something in its place."""
+
+    def __len__(self) -> int:
+        """Count the experts."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Take the weight of one expert, as the matrix product wants it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -167,8 +178,8 @@ def run_sorted(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    w13: Tensor,
-    w2: Tensor,
+    w13: Stack,
+    w2: Stack,
     limit: float,
     multiply: Callable[..., Tensor],
     how: ExpertMath = PLAIN,
@@ -182,7 +193,7 @@ def run_sorted(
         return torch.zeros_like(x, dtype=torch.float32)
     n_rows, n_chosen = ids.shape
     order = torch.argsort(ids.flatten(), stable=True)
-    counts = torch.bincount(ids.flatten(), minlength=w13.shape[0]).tolist()
+    counts = torch.bincount(ids.flatten(), minlength=len(w13)).tolist()
     hit = [(e, n) for e, n in enumerate(counts) if n]
     rows = x.index_select(0, order // n_chosen).split([n for _, n in hit])
     hidden = torch.cat([multiply(part, w13[e]) for (e, _), part in zip(hit, rows, strict=True)])

@@ -19,6 +19,7 @@ __all__ = [
     "fp8_codes",
     "hadamard",
     "int8_weight",
+    "power_of_two_scale",
     "power_scale",
     "round_fp4",
     "round_fp8",
@@ -67,7 +68,7 @@ def int8_weight(w: Tensor) -> Int8Weight:
     return Int8Weight(codes=codes.round().to(torch.int8), scales=scales)
 
 
-def _power_of_two_scale(amax: Tensor, limit: float) -> Tensor:
+def power_of_two_scale(amax: Tensor, limit: float) -> Tensor:
     """Return ``2 ** ceil(log2(amax / limit))``, exact because it reads the exponent instead of a logarithm."""
     mantissa, exponent = torch.frexp(amax / limit)
     # frexp gives mantissa in [0.5, 1): exactly 0.5 is a power of two already.
@@ -101,7 +102,7 @@ def _fp8_scaled(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Divide every group by its scale: (f32[...,C,group], f32[...,C,1])."""
     grouped = _groups(x, group)
     amax = grouped.abs().amax(-1, keepdim=True).clamp(min=FP8_FLOOR)
-    scale = _power_of_two_scale(amax, FP8_MAX)
+    scale = power_of_two_scale(amax, FP8_MAX)
     return (grouped / scale).clamp(-FP8_MAX, FP8_MAX), scale
 
 
@@ -178,7 +179,7 @@ def _fp4_rounded(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Round magnitudes to those of e2m1: (groups f32[...,C,group], their sizes, scales f32[...,C,1])."""
     grouped = _groups(x, group)
     amax = grouped.abs().amax(-1, keepdim=True).clamp(min=FP4_FLOOR)
-    scale = _power_of_two_scale(amax, FP4_MAX)
+    scale = power_of_two_scale(amax, FP4_MAX)
     size = (grouped / scale).abs().clamp(max=FP4_MAX)
     # The grid 0, .5, 1, 1.5, 2 | 2, 3, 4 | 4, 6 has steps .5, 1 and 2; round() takes ties to even multiples, which are
     # the even codes on each piece.

@@ -79,7 +79,7 @@ class Numerics:
         expert_rounding: every step of the SwiGLU, every weighted expert and their sum rounded to the dtype.
         stream_rounding: mix the residual streams in the dtype, with rounded weights, instead of in f32.
         activation_qdq: round the rows that meet weights which releases quantise through e4m3 in groups of 128: True
-            always, "stored" where the weights are kept quantised.
+            always, "stored" where the model keeps its weights quantised.
         wo_a_qdq: the same for the grouped output projection.
         head_rounding: logits computed in the dtype.
     """
@@ -113,6 +113,10 @@ class Numerics:
     activation_qdq: bool | Literal["stored"] = attrs.field(default=False, validator=_one_of(False, True, "stored"))
     wo_a_qdq: bool = attrs.field(default=False, validator=_SWITCH)
     head_rounding: bool = attrs.field(default=False, validator=_SWITCH)
+
+    def rounds_activations(self, *, is_stored: bool) -> bool:
+        """Tell whether rows that meet quantised weights are rounded, where a model keeps its weights so or does not."""
+        return self.activation_qdq is True or (self.activation_qdq == "stored" and is_stored)
 
     @classmethod
     def plain(cls) -> Numerics:
