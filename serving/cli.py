@@ -1,4 +1,5 @@
-"""The command line: generate, score, info, kernels, profile, record, diff, trace, serve, chat, bench-serve.
+"""The command line: generate, score, info, convert, make-tiny, kernels, profile, record, diff, trace, serve, chat,
+bench-serve.
 
 Standard output carries what was asked for and nothing else; progress, statistics and complaints go to standard error.
 
@@ -43,6 +44,7 @@ from ..model.loading import load_model, model_folder
 from ..model.model import Model
 from ..model.shards import CONFIG_FILE
 from ..model.stages import STAGES
+from ..model.streaming import SUMS_FILE
 from ..ops.ascend.providers import installed_schemas
 from ..state.errors import ConfigError, PurestepError, RequestError
 from ..state.sampling import SamplingParams
@@ -50,6 +52,9 @@ from ..step.compare import compare_runs
 from ..step.generate import generate_tokens, prompt_ids
 from ..step.run_files import save_run
 from ..step.selfcheck import check_output
+from .checkpoint_tools import convert as convert_checkpoint
+from .checkpoint_tools import make_tiny as make_tiny_checkpoint
+from .checkpoint_tools import parse_layers
 from .costs import cache_costs
 from .info import info_tables, pairs_table, show_bytes
 from .kernel_report import kernel_device, kernel_table_view, machine_facts, report_fields, run_checks, verdict_table
@@ -208,9 +213,60 @@ def info(
     context: Annotated[int | None, typer.Option(help="Tokens a request; default 4096, or all of the model's.")] = None,
     requests: Annotated[int, typer.Option(help="Requests that a state has room for.")] = 1,
 ) -> None:
-    """Show a model's configuration, layers, parameters and cache sizes."""
+    """Show a model's configuration, layers, parameters, files, cache sizes and the memory that it needs."""
     for table in info_tables(_folder(model), context=context, requests=requests):
         table_console().print(table)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="Folder of the checkpoint.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write to; an interrupted conversion goes on.")],
+    form: Annotated[str | None, typer.Option(help="fp4, fp8, bf16 or f32; default the one that it has.")] = None,
+    names: Annotated[str, typer.Option(help="official or transformers.")] = "official",
+    max_shard_bytes: Annotated[int, typer.Option(min=1, help="Start a new file before one gets bigger.")] = 5 * 10**9,
+) -> None:
+    """Write a checkpoint in another form or under other names, with checksums, one tensor in memory at a time."""
+    with progress_bar("converting") as report:
+        convert_checkpoint(
+            _folder(source), out, form=form, names=names, max_shard_bytes=max_shard_bytes, progress=report
+        )
+    typer.echo(f"{out}: written; check it with: sha256sum -c {SUMS_FILE}", err=True)
+
+
+@app.command()
+def make_tiny(
+    out: Annotated[Path, typer.Argument(help="Folder to write to.")],
+    source: Annotated[str | None, typer.Option(help="Take a part of this checkpoint; default random weights.")] = None,
+    like: Annotated[
+        str, typer.Option(help="Shape of random weights: toy, flash, pro, or a folder with a config.json.")
+    ] = "toy",
+    layers: Annotated[str | None, typer.Option(help="Layers to keep, such as 0,2-3; default all.")] = None,
+    experts: Annotated[int | None, typer.Option(min=1, help="Routed experts to keep; default all.")] = None,
+    vocab: Annotated[int | None, typer.Option(min=1, help="Tokens to keep; default all.")] = None,
+    form: Annotated[str | None, typer.Option(help="fp4, fp8, bf16 or f32; default the source's, or fp4.")] = None,
+    names: Annotated[str, typer.Option(help="official or transformers.")] = "official",
+    draft: Annotated[bool, typer.Option("--draft", help="Draw a draft block too.")] = False,
+    seed: Annotated[int, typer.Option(help="Of random weights.")] = 0,
+    max_shard_bytes: Annotated[int, typer.Option(min=1, help="Start a new file before one gets bigger.")] = 5 * 10**9,
+) -> None:
+    """Write a small checkpoint: some layers, experts and tokens of a real one, or random weights of its shape."""
+    with progress_bar("writing") as report:
+        config = make_tiny_checkpoint(
+            out,
+            source=None if source is None else _folder(source),
+            like=like,
+            layers=None if layers is None else parse_layers(layers),
+            experts=experts,
+            vocab=vocab,
+            form=form,
+            names=names,
+            draft=draft,
+            seed=seed,
+            max_shard_bytes=max_shard_bytes,
+            progress=report,
+        )
+    typer.echo(f"{out}: layers: {config.num_hidden_layers}, experts: {config.n_routed_experts}", err=True)
 
 
 @app.command()

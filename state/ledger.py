@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .capacity import C4_RATIO, C128_PAGE, C128_RATIO, PoolSizes
 from .decode import DecodeState, Request
-from .kv import C4_RING, C128_RING
+from .kv import C4_RING
 from .pages import c128_pages
 from .table import read_table
 
@@ -202,7 +202,7 @@ def live_rows(ledger: Ledger, holding: Holding) -> Mapping[str, Ints]:
         "c128": holding.sidecar[groups // C128_PAGE] * C128_PAGE + groups % C128_PAGE,
         "c4_state": ring,
         "index_state": ring,
-        "c128_state": row * C128_RING + np.arange(n % C128_RATIO),
+        "c128_state": ledger.state.kv.layout.open_c128(row, n),
     }
 
 
