@@ -22,7 +22,8 @@ __all__ = ["load_peer", "peer_cache", "peer_step"]
 
 def load_peer(folder: Path, dtype: torch.dtype) -> Any:
     """Load the peer from a folder that ``write_case`` wrote."""
-    logging.disable_progress_bar()
+    bars: Any = logging
+    bars.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     return model.requires_grad_(False).train(False)
 
