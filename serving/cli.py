@@ -1,4 +1,5 @@
-"""The command line: generate, score, info, convert, make-tiny, kernels, record, diff, trace, serve, chat, bench-serve.
+"""The command line: generate, score, info, convert, make-tiny, kernels, profile, record, diff, trace, serve, chat,
+bench-serve.
 
 Standard output carries what was asked for and nothing else; progress, statistics and complaints go to standard error.
 
@@ -30,6 +31,7 @@ from types import ModuleType
 from typing import Annotated, Any, Final
 
 import attrs
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -61,6 +63,7 @@ from .kernel_report import kernel_device, kernel_table_view, machine_facts, repo
 from .kernel_table import kernel_rows, load_packages, usable_providers
 from .load_plan import Endpoint, draw_arrivals, draw_prompts, read_prompts, read_tokenizer
 from .load_stats import load_tables, summarise
+from .profile import filled_state, profile_step, profile_table, write_trace
 from .records import diff_tables, read_pairs, read_run, record_run, row_independent
 from .score import Score, score_text
 from .terminal import STDIN, decode_text, progress_bar, read_text, table_console, write_text
@@ -313,6 +316,37 @@ def kernels(
             table_console().print(verdict_table(verdicts))
     if any(one.verdict in ("fails", "error") for one in verdicts):
         raise typer.Exit(1)
+
+
+@app.command()
+def profile(
+    model: ModelName = "tiny",
+    dtype: Dtype = None,
+    kernels: Kernels = None,
+    chip: Chip = None,
+    batch: Annotated[int, typer.Option(min=1, help="Requests that decode together.")] = 4,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each of them.")] = 256,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are measured.")] = 20,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU; default torch's own choice.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Also write every operator of one step, for chrome://tracing or Perfetto.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write one line of JSON instead of the table.")] = False,
+) -> None:
+    """Show where the time of a decode step goes, stage by stage."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    loaded = _load(model, dtype, kernels, chip)
+    with progress_bar("prompts") as report:
+        state = filled_state(loaded, batch, context, room=steps + 4, progress=report)
+    found = profile_step(loaded, state, steps)
+    if trace is not None:
+        write_trace(loaded, state, trace)
+        typer.echo(f"wrote {trace}; open it in https://ui.perfetto.dev", err=True)
+    if as_json:
+        typer.echo(json.dumps(attrs.asdict(found)))
+    else:
+        table_console().print(profile_table(found))
 
 
 @app.command()

@@ -47,6 +47,6 @@ def owned_step(model: Model, state: DecodeState) -> Iterator[None]:
         )
     model.require_form(state.kv.layout.form)
     with ExitStack() as stack:
-        for handle in (state.table.handle, state.kv.handle, state.relay):
+        for handle in (state.table.handle, state.kv.handle):
             stack.enter_context(handle.exclusive())
         yield

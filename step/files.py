@@ -9,6 +9,7 @@ Source: none; the contents are those of ``state/``.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
 from os import PathLike
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ from ..model.model import Model
 from ..state.capacity import C128_PAGE, Capacity, PoolSizes
 from ..state.decode import DecodeState
 from ..state.errors import CapacityError, CheckpointError
-from ..state.handles import Handle, create_handle
+from ..state.handles import Handle
 from ..state.invariants import check
 from ..state.kv import C4_RING, CacheForm, init_kv
 from ..state.pages import FreeList, c128_pages
@@ -41,6 +42,7 @@ from .records import (
     require_model,
     sampling_record,
 )
+from .relay import put_token
 from .release import layer_rows
 from .requests import check_seed
 
@@ -119,7 +121,7 @@ def restore_state(model: Model, path: str | PathLike[str]) -> DecodeState:
 
 
 def _handles(state: DecodeState) -> dict[str, Handle]:
-    return {"table": state.table.handle, "kv": state.kv.handle, "relay": state.relay}
+    return {"table": state.table.handle, "kv": state.kv.handle}
 
 
 def _owned_rows(state: DecodeState) -> dict[str, dict[str, Tensor]]:
@@ -150,7 +152,6 @@ def _owned_rows(state: DecodeState) -> dict[str, dict[str, Tensor]]:
     return {
         "table": {name: torch.from_numpy(np.concatenate([empty, *parts])) for name, parts in named.items()},
         "kv": {name: layer_rows(kv, name, slots[name]).cpu() for name in kv.handle.names},
-        "relay": {"token_ids": torch.from_numpy(rows)},
     }
 
 
@@ -175,7 +176,7 @@ def _empty(model: Model, records: Mapping[str, Any], device: torch.device | None
         requests=(),
         table=init_table(sizes, device),
         kv=init_kv(model.config, sizes, model.dtype, on, form, model.key_dtype),
-        relay=create_handle({"token_ids": torch.zeros(sizes.requests + 1, dtype=torch.int64, device=on)}),
+        relay=torch.zeros(sizes.requests + 1, dtype=torch.int64, device=on),
         sampling=SamplingState(),
         launched=None,
     )
@@ -216,6 +217,6 @@ def _filled(empty: DecodeState, stored: Stored) -> DecodeState:
         requests=tuple(requests),
         table=attrs.evolve(empty.table, handle=handles["table"], **free),
         kv=attrs.evolve(empty.kv, handle=handles["kv"]),
-        relay=handles["relay"],
+        relay=reduce(put_token, requests, empty.relay),
         sampling=SamplingState(rows=tuple(sampling)),
     )

@@ -14,7 +14,6 @@ from ..model.model import Model
 from ..state.capacity import Capacity, PoolSizes
 from ..state.decode import DecodeState, Request, find_request, replace_requests
 from ..state.errors import ConfigError, RequestError
-from ..state.handles import create_handle
 from ..state.kv import CacheForm, init_kv
 from ..state.sampling import (
     SEED_LIMIT,
@@ -83,7 +82,7 @@ def init_state(
         requests=(),
         table=init_table(sizes),
         kv=init_kv(model.config, sizes, model.dtype, model.device, form, model.key_dtype),
-        relay=create_handle({"token_ids": torch.zeros(sizes.requests + 1, dtype=torch.int64, device=model.device)}),
+        relay=torch.zeros(sizes.requests + 1, dtype=torch.int64, device=model.device),
         sampling=SamplingState(rows=()),
         launched=None,
     )

@@ -83,9 +83,9 @@ def with_list(state: ps.DecodeState, name: str, change: Callable[[FreeList], Fre
 
 
 def with_relay(state: ps.DecodeState, row: int, token: int) -> ps.DecodeState:
-    with state.relay.write({"token_ids": torch.tensor([row])}) as write:
-        write.tensors["token_ids"][row] = token
-    return attrs.evolve(state, relay=write.handle)
+    relay = state.relay.clone()
+    relay[row] = token
+    return attrs.evolve(state, relay=relay)
 
 
 def with_cache_row(state: ps.DecodeState, name: str, row: int, value: float) -> ps.DecodeState:
