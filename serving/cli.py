@@ -47,6 +47,8 @@ from ..model.stages import STAGES
 from ..model.streaming import SUMS_FILE
 from ..ops.ascend.providers import installed_schemas
 from ..state.errors import ConfigError, PurestepError, RequestError
+from ..state.kv import CACHE_FORMS, CacheForm
+from ..state.numerics import Numerics
 from ..state.sampling import SamplingParams
 from ..step.compare import compare_runs
 from ..step.generate import generate_tokens, prompt_ids
@@ -104,6 +106,20 @@ Kernels = Annotated[str | None, typer.Option(help="reference, fused or ascend; d
 Chip = Annotated[str | None, typer.Option(help="a2 or a3; with Ascend kernels.")]
 
 
+NumericsName = Annotated[
+    str | None,
+    typer.Option(
+        "--numerics",
+        help="Whose roundings: plain, official, transformers, sglang, vllm-ascend or vllm-ascend-newest; default plain "
+        "in float32, official in bfloat16.",
+    ),
+]
+Caches = Annotated[
+    str | None,
+    typer.Option(help="Form of the caches: plain, online, fp8, fp8-online, fp4, fp4-online; default plain."),
+]
+
+
 def main() -> None:
     """Run the command that the arguments name."""
     app()
@@ -130,6 +146,7 @@ def generate(
     dtype: Dtype = None,
     kernels: Kernels = None,
     chip: Chip = None,
+    numerics: NumericsName = None,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
@@ -161,7 +178,7 @@ def generate(
         seed=secrets.randbits(32) if seed is None else seed,
     )
     text = _prompt_text(STDIN if prompt is None else prompt)
-    loaded = _load(model, dtype, kernels, chip)
+    loaded = _load(model, dtype, kernels, chip, numerics)
     ids = _prompt_ids(loaded, text)
     if echo:
         write_text(text)
@@ -179,6 +196,7 @@ def score(
     dtype: Dtype = None,
     kernels: Kernels = None,
     chip: Chip = None,
+    numerics: NumericsName = None,
     context: Annotated[int | None, typer.Option(help="Tokens in a window; default 512, or all of the model's.")] = None,
     stride: Annotated[int | None, typer.Option(help="Tokens from window to window; default half a window.")] = None,
     batch: Annotated[int, typer.Option(help="Windows that run together.")] = 4,
@@ -189,7 +207,7 @@ def score(
 ) -> None:
     """Measure how many bits a byte of text costs under the model, through the caches that decode uses."""
     texts = [(name, read_text(name)) for name in files]
-    loaded = _load(model, dtype, kernels, chip)
+    loaded = _load(model, dtype, kernels, chip, numerics)
     context = min(512, loaded.config.max_position_embeddings) if context is None else context
     stride = max(1, context // 2) if stride is None else stride
     scores = []
@@ -213,9 +231,11 @@ def info(
     model: Annotated[str, typer.Argument(help='"tiny", or a folder with a config.json.')] = "tiny",
     context: Annotated[int | None, typer.Option(help="Tokens a request; default 4096, or all of the model's.")] = None,
     requests: Annotated[int, typer.Option(help="Requests that a state has room for.")] = 1,
+    caches: Caches = None,
 ) -> None:
     """Show a model's configuration, layers, parameters, files, cache sizes and the memory that it needs."""
-    for table in info_tables(_folder(model), context=context, requests=requests):
+    form = "plain" if caches is None else _form(caches)
+    for table in info_tables(_folder(model), context=context, requests=requests, form=form):
         table_console().print(table)
 
 
@@ -481,6 +501,8 @@ def serve(
     dtype: Dtype = None,
     kernels: Kernels = None,
     chip: Chip = None,
+    numerics: NumericsName = None,
+    caches: Caches = None,
     invariant: Annotated[
         bool, typer.Option("--invariant", help="Compute every row alone, bit for bit, whatever it is batched with.")
     ] = False,
@@ -511,7 +533,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, with the endpoints of OpenAI's interface."""
     startup, site, engine = (_optional(name) for name in ("startup", "protocol_site", "engine"))
-    loaded = _load(model, dtype, kernels, chip)
+    loaded = _load(model, dtype, kernels, chip, numerics)
     if invariant:
         loaded = row_independent(loaded, kernels)
     longest = loaded.config.max_position_embeddings
@@ -522,6 +544,7 @@ def serve(
         tokens=max_running_requests * context if max_total_tokens is None else max_total_tokens,
         context=context,
         page_size=page_size,
+        caches=None if caches is None else _form(caches),
         budget=chunked_prefill_size,
         points=max_reused_prefixes,
         checks_invariants=debug_invariants,
@@ -732,11 +755,20 @@ def _stream(model: Model, ids: list[int], params: SamplingParams) -> list[tuple[
     ]
 
 
-def _load(name: str, dtype: str | None, kernels: str | None, chip: str | None) -> Model:
+def _form(name: str) -> CacheForm:
+    for form in CACHE_FORMS:
+        if form == name:
+            return form
+    names = ", ".join(CACHE_FORMS)
+    raise ConfigError(f"caches: expected one of {names}, got {name!r}", field="caches", expected=names, got=name)
+
+
+def _load(name: str, dtype: str | None, kernels: str | None, chip: str | None, numerics: str | None = None) -> Model:
     _folder(name)
+    chosen = None if numerics is None else Numerics.named(numerics)
     with warnings.catch_warnings(record=True) as notes, progress_bar("loading") as report:
         warnings.simplefilter("always", CheckpointNote)
-        model = load_model(name, dtype=dtype, kernels=kernels, chip=chip, progress=report)
+        model = load_model(name, dtype=dtype, numerics=chosen, kernels=kernels, chip=chip, progress=report)
         check_output(model)
     for note in notes:
         typer.echo(f"note: {note.message}", err=True)

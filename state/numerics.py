@@ -5,6 +5,8 @@ Source: model sheet, sections 2.12 (rounding points) and 3 (where implementation
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, Literal
 
 import attrs
@@ -117,6 +119,32 @@ class Numerics:
     def rounds_activations(self, *, is_stored: bool) -> bool:
         """Tell whether rows that meet quantised weights are rounded, where a model keeps its weights so or does not."""
         return self.activation_qdq is True or (self.activation_qdq == "stored" and is_stored)
+
+    @classmethod
+    def named(cls, name: str) -> Numerics:
+        """Return the choices of an implementation by its name.
+
+        Args:
+            name: plain, official, transformers, sglang, vllm-ascend or vllm-ascend-newest.
+        Raises:
+            ConfigError: another name.
+        """
+        known: dict[str, Callable[[], Numerics]] = {
+            "plain": cls.plain,
+            "official": cls.official,
+            "transformers": cls.transformers,
+            "sglang": cls.sglang,
+            "vllm-ascend": cls.vllm_ascend,
+            "vllm-ascend-newest": partial(cls.vllm_ascend, newest=True),
+        }
+        if name not in known:
+            raise ConfigError(
+                f"numerics: expected one of {', '.join(known)}, got {name!r}",
+                field="numerics",
+                expected=tuple(known),
+                got=name,
+            )
+        return known[name]()
 
     @classmethod
     def plain(cls) -> Numerics:

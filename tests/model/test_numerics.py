@@ -9,11 +9,13 @@ from typing import Any
 import purestep as ps
 import pytest
 import torch
-from kit.checkpoints import peer_logits, peer_model, random_tensors
+from attrs import evolve
+from kit.checkpoints import peer_logits, peer_model, random_tensors, stored_tensors
 from kit.configs import tiny_config
 from kit.engine import GREEDY, engine_model, random_ids
 from oracle.rounded import OFFICIAL, SGLANG, TRANSFORMERS, VLLM_ASCEND, VLLM_ASCEND_NEWEST, Rules, Sublayers
 from purestep.model.attention import round_index
+from purestep.model.checkpoint import official_tensors
 from purestep.ops.router import route_scored
 from torch import Tensor
 
@@ -25,7 +27,7 @@ CONFIG = tiny_config(
     q_lora=48,
     index_dim=32,
     index_topk=8,
-    inter=48,
+    inter=64,
     yarn_factor=16,
     torch_dtype="bfloat16",
 )
@@ -46,8 +48,12 @@ COLUMNS = {
 
 @cache
 def captured(numerics: ps.Numerics) -> dict[str, Tensor]:
-    """Everything that a prefill computes on the way, in float32 (choices as they are), and the logits."""
-    model = engine_model(CONFIG, TENSORS, numerics=numerics)
+    """Everything that a prefill computes on the way."""
+    return stages_of(engine_model(CONFIG, TENSORS, numerics=numerics))
+
+
+def stages_of(model: ps.Model) -> dict[str, Tensor]:
+    """Run a prefill: what it computes on the way in float32 (choices as they are), and the logits."""
     state = ps.init_state(model, ps.Capacity(1, N, N))
     state, request = ps.open_request(state, GREEDY)
     stages = ("streams", "attn.input", "attn.picks", "attn.output", "ffn.streams", "ffn.input", "ffn.expert_ids")
@@ -66,9 +72,11 @@ def unequal(got: Tensor, expected: Tensor) -> float:
     return float((got.bfloat16() != expected.bfloat16()).float().mean())
 
 
-def stages_off(numerics: ps.Numerics, rules: Rules) -> dict[str, float]:
+def stages_off(
+    numerics: ps.Numerics, rules: Rules, *, seen: dict[str, Tensor] | None = None, tensors: Any = TENSORS
+) -> dict[str, float]:
     """Run the restatement from the engine's own inputs, stage by stage: share of unequal numbers by stage."""
-    seen, plain = captured(numerics), Sublayers(rules, CONFIG, TENSORS)
+    seen, plain = seen or captured(numerics), Sublayers(rules, CONFIG, tensors)
     last = CONFIG["num_hidden_layers"] - 1
     off = {}
     for layer, ratio in enumerate(CONFIG["compress_ratios"][: last + 1]):
@@ -139,6 +147,39 @@ def test_every_choice_is_seen(name: str) -> None:
     assert max(off.values()) < FLIPS, off
     without = stages_off(ps.Numerics(**numbers), Rules())
     assert max(without.values()) > 2 * FLIPS, without
+
+
+@pytest.mark.parametrize("form", ["fp4", "fp8"])
+def test_rows_that_meet_stored_weights_are_rounded(form: str) -> None:
+    """Over weights in a released form official numerics round the rows that meet them, and over expanded ones not."""
+    stored = stored_tensors(CONFIG, TENSORS, form)
+    expanded = engine_model(CONFIG, stored, dtype="bfloat16")
+    tensors = official_tensors(expanded.config, expanded.params)
+    wanted, without = replace(OFFICIAL, activations=True), OFFICIAL
+    for model, rules, other in (
+        (engine_model(CONFIG, stored), wanted, without),
+        (expanded, without, wanted),
+    ):
+        assert model.numerics == ps.Numerics.official()
+        seen = stages_of(model)
+        off = stages_off(model.numerics, rules, seen=seen, tensors=tensors)
+        assert max(off.values()) < FLIPS, off
+        assert max(stages_off(model.numerics, other, seen=seen, tensors=tensors).values()) > 0.5
+
+
+def test_rounded_rows_are_the_same_over_every_table() -> None:
+    """Sequences without a cache and the plain, fast and row-independent kernels agree over stored weights."""
+    stored = stored_tensors(CONFIG, TENSORS, "fp4")
+    rows = []
+    for options in ({}, {"kernels": "reference"}, {"numerics": evolve(ps.Numerics.official(), invariant=True)}):
+        model = engine_model(CONFIG, stored, **options)
+        rows.append(stages_of(model)["0.ffn.output"])
+    for other in rows[1:]:
+        assert unequal(other, rows[0]) < FLIPS
+    with torch.no_grad():
+        logits = ps.forward_sequence(model, torch.tensor(IDS[:24]))
+    paged = stages_of(model)["logits"][:24]
+    assert (logits - paged).abs().mean() < 0.02 * paged.abs().mean()
 
 
 @pytest.mark.parametrize("hadamard", [False, True])

@@ -99,9 +99,9 @@ def test_a_model_has_the_forms_that_hold_what_it_computes() -> None:
 
 @pytest.mark.parametrize("form", OWN_FORMS)
 def test_files_and_transfer_keep_a_form(form: CacheForm, tmp_path: Path) -> None:
-    """A saved state comes back in its form, and a request goes only into a state of the same form."""
+    """Saved, moved and forked within open groups, a request goes on alike, and only into a state of the same form."""
     model = rounded_model(numerics=form_numerics(form, torch.bfloat16, invariant=True))
-    state = ps.init_state(model, ps.Capacity(2, 400, 300), page_size=8, caches=form)
+    state = ps.init_state(model, ps.Capacity(2, 600, 300), page_size=8, caches=form)
     state, a = ps.open_request(state, ENDLESS)
     state, _ = ps.extend_step(model, state, {a: ids_of(150)})
     ps.save_state(state, tmp_path)
@@ -109,15 +109,16 @@ def test_files_and_transfer_keep_a_form(form: CacheForm, tmp_path: Path) -> None
     assert restored.kv.layout == state.kv.layout
     assert ps.invariants.digest(restored) == ps.invariants.digest(state)
     exported = ps.export_request(state, a)
-    other = ps.init_state(model, ps.Capacity(2, 400, 300), page_size=128, caches=form)
+    other = ps.init_state(model, ps.Capacity(2, 600, 300), page_size=128, caches=form)
     other, b = ps.import_request(other, exported)
-    forked, _ = ps.fork_request(other, b)
-    rows = [ps.decode_step(model, one)[1].logits for one in (state, restored, other)]
-    _, out = ps.decode_step(model, forked)
-    assert all(torch.equal(rows[0], row) for row in (*rows, out.logits[:1], out.logits[1:]))
+    forked, c = ps.fork_request(other, b)
+    more = ids_of(110, seed=1)  # closes the group of 128 that is open
+    runs = ((state, a), (restored, a), (other, b), (forked, c))
+    rows = [ps.extend_step(model, one, {request: more}, logits="all")[1].logits for one, request in runs]
+    assert all(torch.equal(rows[0], row) for row in rows)
     elsewhere = next(one for one in model.cache_forms if one != form)
     with pytest.raises(ps.CheckpointError, match=f"caches of the {form} form"):
-        ps.import_request(ps.init_state(model, ps.Capacity(2, 400, 300), caches=elsewhere), exported)
+        ps.import_request(ps.init_state(model, ps.Capacity(2, 600, 300), caches=elsewhere), exported)
 
 
 def test_a_file_of_a_form_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
