@@ -26,6 +26,7 @@ from .leaves import expanded, has_stored, params_from_leaves, weights_from_param
 from .model import Model
 from .params import Params
 from .stop_tokens import stop_tokens
+from .variants import numeric_ops
 
 __all__ = ["build_model", "is_widened", "load_model", "model_folder"]
 
@@ -63,7 +64,8 @@ def load_model(
         path: "tiny", or a folder with ``config.json``, ``*.safetensors`` and perhaps ``tokenizer.json``,
             ``tokenizer_config.json`` and ``generation_config.json``, of which the tokens that end a text are read.
         dtype: "float32" or "bfloat16"; default the checkpoint's own. Given, it is that of all weights: those that the
-            checkpoint keeps in FP8 or FP4 are expanded while loading.
+            checkpoint keeps in FP8 or FP4 are expanded while loading. Official numerics then no longer round the rows
+            that meet them; ``activation_qdq=True`` does.
         numerics: default ``Numerics.plain()`` in float32 and ``Numerics.official()`` in bfloat16; Ascend kernels have
             ``Numerics.ascend()`` and no other.
         kernels: "reference" or "fused", or "ascend", whose packages are then imported; default the fastest that the
@@ -130,8 +132,8 @@ def build_model(
     if numerics is None:
         numerics = Numerics.plain() if dtype is torch.float32 else Numerics.official()
     ops: Ops = kernel_table(kernels, params.embed.device.type, invariant=numerics.invariant)
-    if has_stored(params):
-        ops = with_stored(ops)
+    is_stored = has_stored(params)
+    ops = numeric_ops(with_stored(ops) if is_stored else ops, numerics, dtype, is_stored=is_stored)
     return Model(config=config, params=_widened(params), numerics=numerics, ops=ops, dtype=dtype)
 
 

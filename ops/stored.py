@@ -19,7 +19,7 @@ from torch import Tensor
 from . import experts as plain
 from . import fused, invariant, tiles
 from . import linear as product
-from .experts import gate_up, run_sorted
+from .experts import PLAIN, ExpertMath, inner_rows, run_sorted
 from .formats import Fp4Weight, Fp8Weight, StoredWeight, expand, is_stored, one_of
 
 __all__ = ["StoredKernels", "fused_kernels", "invariant_kernels", "reference_kernels"]
@@ -59,17 +59,19 @@ _MULTIPLY: Final[Mapping[str, Callable[[Tensor, Weight], Tensor]]] = {
 
 
 def _shared(multiply: Callable[[Tensor, Weight], Tensor]) -> Callable[..., Tensor]:
-    def expert(x: Tensor, w13: Weight, w2: Weight, limit: float | None) -> Tensor:
-        return multiply(gate_up(multiply(x, w13), limit).to(x.dtype), w2)
+    def expert(x: Tensor, w13: Weight, w2: Weight, limit: float | None, *, how: ExpertMath = PLAIN) -> Tensor:
+        return multiply(inner_rows(multiply(x, w13), None, limit, how), w2)
 
     return expert
 
 
 def _routed(name: str, unstored: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def experts(x: Tensor, ids: Tensor, weights: Tensor, w13: Weight, w2: Weight, limit: float) -> Tensor:
+    def experts(
+        x: Tensor, ids: Tensor, weights: Tensor, w13: Weight, w2: Weight, limit: float, *, how: ExpertMath = PLAIN
+    ) -> Tensor:
         if not (is_stored(w13) and is_stored(w2)):
-            return unstored(x, ids, weights, w13, w2, limit)
-        return torch.ops.purestep.experts_stored(x, ids, weights, *w13, *w2, limit, name)
+            return unstored(x, ids, weights, w13, w2, limit, how=how)
+        return torch.ops.purestep.experts_stored(x, ids, weights, *w13, *w2, limit, name, *attrs.astuple(how))
 
     return experts
 
@@ -97,14 +99,18 @@ def _experts_stored(
     s2: Tensor,
     limit: float,
     kernels: str,
+    after: bool,
+    steps: bool,
+    inner: bool,
 ) -> Tensor:
-    return run_sorted(x, ids, weights, _Stack(w13, s13), _Stack(w2, s2), limit, _MULTIPLY[kernels])
+    how = ExpertMath(weighs_after=after, rounds_steps=steps, rounds_inner=inner)
+    return run_sorted(x, ids, weights, _Stack(w13, s13), _Stack(w2, s2), limit, _MULTIPLY[kernels], how)
 
 
 _LIBRARY = torch.library.Library("purestep", "FRAGMENT")
 _LIBRARY.define(
     "experts_stored(Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor s13, Tensor w2, Tensor s2, float limit, "
-    "str kernels) -> Tensor"
+    "str kernels, bool after, bool steps, bool inner) -> Tensor"
 )
 _LIBRARY.impl("experts_stored", _experts_stored, "CompositeExplicitAutograd")
 torch.library.register_fake(

@@ -1,4 +1,5 @@
-"""The command line: generate, score, info, convert, make-tiny, kernels, record, diff, trace, serve, chat, bench-serve.
+"""The command line: generate, score, info, convert, make-tiny, kernels, profile, record, diff, trace, serve, chat,
+bench, bench-serve.
 
 Standard output carries what was asked for and nothing else; progress, statistics and complaints go to standard error.
 
@@ -30,6 +31,7 @@ from types import ModuleType
 from typing import Annotated, Any, Final
 
 import attrs
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -45,11 +47,14 @@ from ..model.stages import STAGES
 from ..model.streaming import SUMS_FILE
 from ..ops.ascend.providers import installed_schemas
 from ..state.errors import ConfigError, PurestepError, RequestError
+from ..state.kv import CACHE_FORMS, CacheForm
+from ..state.numerics import Numerics
 from ..state.sampling import SamplingParams
 from ..step.compare import compare_runs
 from ..step.generate import generate_tokens, prompt_ids
 from ..step.run_files import save_run
 from ..step.selfcheck import check_output
+from .bench_decode import bench_table, draw_timings, time_decode
 from .checkpoint_tools import convert as convert_checkpoint
 from .checkpoint_tools import make_tiny as make_tiny_checkpoint
 from .checkpoint_tools import parse_layers
@@ -59,6 +64,7 @@ from .kernel_report import kernel_device, kernel_table_view, machine_facts, repo
 from .kernel_table import kernel_rows, load_packages, usable_providers
 from .load_plan import Endpoint, draw_arrivals, draw_prompts, read_prompts, read_tokenizer
 from .load_stats import load_tables, summarise
+from .profile import filled_state, profile_step, profile_table, write_trace
 from .records import diff_tables, read_pairs, read_run, record_run, row_independent
 from .score import Score, score_text
 from .terminal import STDIN, decode_text, progress_bar, read_text, table_console, write_text
@@ -100,6 +106,20 @@ Kernels = Annotated[str | None, typer.Option(help="reference, fused or ascend; d
 Chip = Annotated[str | None, typer.Option(help="a2 or a3; with Ascend kernels.")]
 
 
+NumericsName = Annotated[
+    str | None,
+    typer.Option(
+        "--numerics",
+        help="Whose roundings: plain, official, transformers, sglang, vllm-ascend or vllm-ascend-newest; default plain "
+        "in float32, official in bfloat16.",
+    ),
+]
+Caches = Annotated[
+    str | None,
+    typer.Option(help="Form of the caches: plain, online, fp8, fp8-online, fp4, fp4-online; default plain."),
+]
+
+
 def main() -> None:
     """Run the command that the arguments name."""
     app()
@@ -126,6 +146,7 @@ def generate(
     dtype: Dtype = None,
     kernels: Kernels = None,
     chip: Chip = None,
+    numerics: NumericsName = None,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
@@ -157,7 +178,7 @@ def generate(
         seed=secrets.randbits(32) if seed is None else seed,
     )
     text = _prompt_text(STDIN if prompt is None else prompt)
-    loaded = _load(model, dtype, kernels, chip)
+    loaded = _load(model, dtype, kernels, chip, numerics)
     ids = _prompt_ids(loaded, text)
     if echo:
         write_text(text)
@@ -175,6 +196,7 @@ def score(
     dtype: Dtype = None,
     kernels: Kernels = None,
     chip: Chip = None,
+    numerics: NumericsName = None,
     context: Annotated[int | None, typer.Option(help="Tokens in a window; default 512, or all of the model's.")] = None,
     stride: Annotated[int | None, typer.Option(help="Tokens from window to window; default half a window.")] = None,
     batch: Annotated[int, typer.Option(help="Windows that run together.")] = 4,
@@ -185,7 +207,7 @@ def score(
 ) -> None:
     """Measure how many bits a byte of text costs under the model, through the caches that decode uses."""
     texts = [(name, read_text(name)) for name in files]
-    loaded = _load(model, dtype, kernels, chip)
+    loaded = _load(model, dtype, kernels, chip, numerics)
     context = min(512, loaded.config.max_position_embeddings) if context is None else context
     stride = max(1, context // 2) if stride is None else stride
     scores = []
@@ -209,9 +231,11 @@ def info(
     model: Annotated[str, typer.Argument(help='"tiny", or a folder with a config.json.')] = "tiny",
     context: Annotated[int | None, typer.Option(help="Tokens a request; default 4096, or all of the model's.")] = None,
     requests: Annotated[int, typer.Option(help="Requests that a state has room for.")] = 1,
+    caches: Caches = None,
 ) -> None:
     """Show a model's configuration, layers, parameters, files, cache sizes and the memory that it needs."""
-    for table in info_tables(_folder(model), context=context, requests=requests):
+    form = "plain" if caches is None else _form(caches)
+    for table in info_tables(_folder(model), context=context, requests=requests, form=form):
         table_console().print(table)
 
 
@@ -293,6 +317,83 @@ def kernels(
             table_console().print(verdict_table(verdicts))
     if any(one.verdict in ("fails", "error") for one in verdicts):
         raise typer.Exit(1)
+
+
+@app.command()
+def profile(
+    model: ModelName = "tiny",
+    dtype: Dtype = None,
+    kernels: Kernels = None,
+    chip: Chip = None,
+    batch: Annotated[int, typer.Option(min=1, help="Requests that decode together.")] = 4,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each of them.")] = 256,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are measured.")] = 20,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU; default torch's own choice.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Also write every operator of one step, for chrome://tracing or Perfetto.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write one line of JSON instead of the table.")] = False,
+) -> None:
+    """Show where the time of a decode step goes, stage by stage."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    loaded = _load(model, dtype, kernels, chip)
+    with progress_bar("prompts") as report:
+        state = filled_state(loaded, batch, context, room=steps + 4, progress=report)
+    found = profile_step(loaded, state, steps)
+    if trace is not None:
+        write_trace(loaded, state, trace)
+        typer.echo(f"wrote {trace}; open it in https://ui.perfetto.dev", err=True)
+    if as_json:
+        typer.echo(json.dumps(attrs.asdict(found)))
+    else:
+        table_console().print(profile_table(found))
+
+
+@app.command()
+def bench(
+    case: Annotated[str, typer.Option(help="tiny, small or flash-slice.")] = "small",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Rows of a step; repeat it. Default 1, 4, 16, 32.")
+    ] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens before them; repeat it. Default 128, 1024, 8192.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Steps of each engine.")] = 12,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU; default torch's own choice.")] = None,
+    kernels: Kernels = None,
+    peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Measure beside transformers.")] = True,
+    pool_scale: Annotated[int, typer.Option(min=1, help="Also step in pools so many times larger.")] = 1,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the curves with floor and peer: a name ending in .png or .svg.")
+    ] = None,
+) -> None:
+    """Measure decode steps beside transformers and beside what the machine allows; JSON lines on standard output."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    found = []
+    with progress_bar("measuring") as report:
+        timings = time_decode(
+            case,
+            dtype,
+            batches=batch or (1, 4, 16, 32),
+            contexts=context or (128, 1024, 8192),
+            rounds=rounds,
+            kernels=kernels,
+            has_peer=peer,
+            pool_scale=pool_scale,
+            progress=report,
+        )
+        for timing in timings:
+            found.append(timing)
+            typer.echo(json.dumps(attrs.asdict(timing)))
+    Console(stderr=True, width=None if sys.stderr.isatty() else 160).print(
+        bench_table(found, torch.get_num_threads(), rounds)
+    )
+    if picture is not None:
+        draw_timings(found, picture)
+        typer.echo(f"wrote {picture}", err=True)
 
 
 @app.command()
@@ -400,6 +501,8 @@ def serve(
     dtype: Dtype = None,
     kernels: Kernels = None,
     chip: Chip = None,
+    numerics: NumericsName = None,
+    caches: Caches = None,
     invariant: Annotated[
         bool, typer.Option("--invariant", help="Compute every row alone, bit for bit, whatever it is batched with.")
     ] = False,
@@ -430,7 +533,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, with the endpoints of OpenAI's interface."""
     startup, site, engine = (_optional(name) for name in ("startup", "protocol_site", "engine"))
-    loaded = _load(model, dtype, kernels, chip)
+    loaded = _load(model, dtype, kernels, chip, numerics)
     if invariant:
         loaded = row_independent(loaded, kernels)
     longest = loaded.config.max_position_embeddings
@@ -441,6 +544,7 @@ def serve(
         tokens=max_running_requests * context if max_total_tokens is None else max_total_tokens,
         context=context,
         page_size=page_size,
+        caches=None if caches is None else _form(caches),
         budget=chunked_prefill_size,
         points=max_reused_prefixes,
         checks_invariants=debug_invariants,
@@ -651,11 +755,20 @@ def _stream(model: Model, ids: list[int], params: SamplingParams) -> list[tuple[
     ]
 
 
-def _load(name: str, dtype: str | None, kernels: str | None, chip: str | None) -> Model:
+def _form(name: str) -> CacheForm:
+    for form in CACHE_FORMS:
+        if form == name:
+            return form
+    names = ", ".join(CACHE_FORMS)
+    raise ConfigError(f"caches: expected one of {names}, got {name!r}", field="caches", expected=names, got=name)
+
+
+def _load(name: str, dtype: str | None, kernels: str | None, chip: str | None, numerics: str | None = None) -> Model:
     _folder(name)
+    chosen = None if numerics is None else Numerics.named(numerics)
     with warnings.catch_warnings(record=True) as notes, progress_bar("loading") as report:
         warnings.simplefilter("always", CheckpointNote)
-        model = load_model(name, dtype=dtype, kernels=kernels, chip=chip, progress=report)
+        model = load_model(name, dtype=dtype, numerics=chosen, kernels=kernels, chip=chip, progress=report)
         check_output(model)
     for note in notes:
         typer.echo(f"note: {note.message}", err=True)

@@ -23,7 +23,7 @@ from ..model.storage import Storage, declared_forms, scale_shape
 from ..state.capacity import C4_RATIO, C128_RATIO, Capacity, PoolSizes
 from ..state.config import Config
 from ..state.errors import ConfigError
-from ..state.kv import C4_RING, C128_RING, init_kv
+from ..state.kv import C4_RING, C128_RING, CacheForm, init_kv, row_specs
 
 __all__ = [
     "PAGE_SIZE",
@@ -139,31 +139,31 @@ def active_parameters(config: Config) -> int:
     return parameter_count(config) - routed + routed // config.n_routed_experts * config.num_experts_per_tok
 
 
-def cache_costs(config: Config, dtype: torch.dtype | None = None) -> dict[str, CacheCost]:
+def cache_costs(config: Config, dtype: torch.dtype | None = None, form: CacheForm = "plain") -> dict[str, CacheCost]:
     """Compute what a sequence has to keep, by kind.
 
     Args:
         config: the model's numbers.
         dtype: of entries; default the one that the configuration names. Pooling state is f32.
+        form: how caches are stored.
     Returns:
         Bytes that the model needs; how a layout rounds them up to pages is in ``pool_bytes``.
     """
-    itemsize, f32 = (dtype or _dtype(config)).itemsize, torch.float32.itemsize
-    width, index_width = config.head_dim, config.index_head_dim
+    specs = row_specs(config, form, dtype or _dtype(config))
+    row = {name: width * kind.itemsize for name, (width, kind) in specs.items()}
     n_c4, n_c128 = config.n_layers_of_ratio(C4_RATIO), config.n_layers_of_ratio(C128_RATIO)
-    # A pooling state holds values and scores; overlapping groups hold both for each of their two halves.
-    c4_state = n_c4 * C4_RING * 4 * (width + index_width) * f32
-    c128_state = n_c128 * C128_RING * 2 * width * f32
+    c4_state = n_c4 * C4_RING * (row["c4_state"] + row["index_state"])
+    c128_state = n_c128 * (1 if form.endswith("online") else C128_RING) * row["c128_state"]
     return {
-        "window": CacheCost(Fraction(0), config.num_hidden_layers * config.sliding_window * width * itemsize),
-        "C4 entries": CacheCost(Fraction(n_c4 * width * itemsize, C4_RATIO), 0),
-        "index keys": CacheCost(Fraction(n_c4 * index_width * itemsize, C4_RATIO), 0),
-        "C128 entries": CacheCost(Fraction(n_c128 * width * itemsize, C128_RATIO), 0),
+        "window": CacheCost(Fraction(0), config.num_hidden_layers * config.sliding_window * row["swa"]),
+        "C4 entries": CacheCost(Fraction(n_c4 * row["c4"], C4_RATIO), 0),
+        "index keys": CacheCost(Fraction(n_c4 * row["index"], C4_RATIO), 0),
+        "C128 entries": CacheCost(Fraction(n_c128 * row["c128"], C128_RATIO), 0),
         "pooling state": CacheCost(Fraction(0), c4_state + c128_state),
     }
 
 
-def pool_bytes(config: Config, capacity: Capacity) -> dict[str, int]:
+def pool_bytes(config: Config, capacity: Capacity, form: CacheForm = "plain") -> dict[str, int]:
     """Compute the size of every cache buffer that ``init_state`` would allocate, sinks and page rounding included.
 
     Raises:
@@ -176,7 +176,7 @@ def pool_bytes(config: Config, capacity: Capacity) -> dict[str, int]:
             expected=f"<= {config.max_position_embeddings}",
             got=capacity.context,
         )
-    handle = init_kv(config, PoolSizes.of(capacity, PAGE_SIZE), _dtype(config), torch.device("meta")).handle
+    handle = init_kv(config, PoolSizes.of(capacity, PAGE_SIZE), _dtype(config), torch.device("meta"), form).handle
     specs = {name: handle.spec(name) for name in handle.names}
     return {name: prod(shape) * dtype.itemsize for name, (shape, dtype, _) in specs.items()}
 

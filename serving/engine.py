@@ -23,9 +23,10 @@ from ..model.model import Model
 from ..ops.sampling import token_logprobs
 from ..state.batch import StepOutput
 from ..state.capacity import Capacity
-from ..state.decode import find_request
+from ..state.decode import DecodeState, find_request
 from ..state.errors import CapacityError, ConfigError, PurestepError, RequestError
 from ..state.invariants import check
+from ..state.kv import CacheForm
 from ..step.extend import extend_step
 from ..step.requests import check_params, init_state
 from .asks import CONSTRAINT_ERROR, Ask, Ended, QueueFullError, Sampled, TokenLogprobs
@@ -51,6 +52,7 @@ class EngineLimits:
         tokens: tokens of all requests together that may own a slot.
         context: longest request, reply included.
         page_size: tokens per page.
+        caches: form of the caches, as in ``init_state``; None for the model's own.
         budget: tokens that a step feeds at most; at least 128 more than ``running``.
         points: prefixes held for reuse; 0 switches reuse off.
         checks_invariants: whether every state is checked; for debugging.
@@ -61,6 +63,7 @@ class EngineLimits:
     tokens: int = 16384
     context: int = 2048
     page_size: int = 128
+    caches: CacheForm | None = None
     budget: int = 512
     points: int = 8
     checks_invariants: bool = False
@@ -217,7 +220,7 @@ class Engine:
         self.model, self.limits = model, limits
         rows = limits.running + limits.points
         capacity = Capacity(requests=rows, tokens=limits.tokens, context=limits.context)
-        self._pool = Pool(state=init_state(model, capacity, page_size=limits.page_size))
+        self._pool = Pool(state=init_state(model, capacity, page_size=limits.page_size, caches=limits.caches))
         self._scheduler = SchedulerState(
             limits=Limits(running=limits.running, budget=limits.budget, points=limits.points, unit=limits.reuse_unit)
         )
@@ -439,7 +442,7 @@ class Engine:
             said=(*turn.said, *_said(out, keys)),
             prompt_logprobs=tuple(found),
             finished=tuple(keys[request] for request in out.finished),
-            fed=sum(find_request(state, pool.ids[key]).kv_len - pool.progress(key).n_cached for key, _ in rows),
+            fed=_cached(state) - _cached(pool.state),
         )
 
     def _step(
@@ -473,6 +476,10 @@ class Engine:
         lens = [find_request(state, pool.ids[key]).kv_len - pool.progress(key).n_cached for key, _ in plan.rows]
         parts = dict(zip((key for key, _ in plan.rows), out.logits.split(lens), strict=True))
         return state, out, {key: parts[key] for key in wanted}
+
+
+def _cached(state: DecodeState) -> int:
+    return sum(request.kv_len for request in state.requests)
 
 
 def _bytes_of(spec: tuple[torch.Size, torch.dtype, torch.device]) -> int:

@@ -16,6 +16,7 @@ from ..model.layout import parameter_count
 from ..model.storage import FORMS, Storage
 from ..state.capacity import C4_RATIO, C128_RATIO, Capacity
 from ..state.config import Config
+from ..state.kv import CacheForm
 from ..state.released import family_of
 from .costs import (
     CacheCost,
@@ -42,13 +43,16 @@ _DEVICES_GIB: Final = (64, 80, 141)
 """Memory of common devices."""
 
 
-def info_tables(folder: Path, *, context: int | None = None, requests: int = 1) -> Iterator[Table]:
+def info_tables(
+    folder: Path, *, context: int | None = None, requests: int = 1, form: CacheForm = "plain"
+) -> Iterator[Table]:
     """Describe a checkpoint, or a folder with nothing but a ``config.json``.
 
     Args:
         folder: of the checkpoint.
         context: tokens a request for which caches are sized; default 4096, or all that the model has.
         requests: how many of them.
+        form: how caches are stored.
     Raises:
         CheckpointError: no configuration, or damaged files.
         ConfigError: a configuration or a number that cannot be used.
@@ -56,15 +60,15 @@ def info_tables(folder: Path, *, context: int | None = None, requests: int = 1) 
     config = read_config(folder)
     context = min(4096, config.max_position_embeddings) if context is None else context
     capacity = Capacity(requests=requests, tokens=requests * context, context=context)
-    pools = pool_bytes(config, capacity)
+    pools = pool_bytes(config, capacity, form)
     yield pairs_table(f"Configuration of {escape(str(folder))}", _config_rows(config))
     yield _layer_table(config)
     report = file_report(folder, config)
     yield _part_table(config, {} if report is None else report.bytes_by_part())
     if report is not None:
         yield _file_table(report)
-    yield _cache_table(config, context)
-    title = f"Pools of {requests:,} x {context:,} tokens ({config.torch_dtype})"
+    yield _cache_table(config, context, form)
+    title = f"Pools of {requests:,} x {context:,} tokens ({_shown_form(config, form)})"
     rows = [(name, show_bytes(size)) for name, size in pools.items()]
     yield pairs_table(title, [*rows, ("total", show_bytes(sum(pools.values())))])
     storage = FORMS["fp4"] if report is None else report.storage
@@ -204,11 +208,15 @@ def free_memory() -> int | None:
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def _cache_table(config: Config, context: int) -> Table:
+def _shown_form(config: Config, form: CacheForm) -> str:
+    return config.torch_dtype if form == "plain" else f"{config.torch_dtype}, {form}"
+
+
+def _cache_table(config: Config, context: int, form: CacheForm) -> Table:
     table = _table(
-        f"Cache of one sequence ({config.torch_dtype})", "kind", "per token", "fixed", f"at {context:,} tokens"
+        f"Cache of one sequence ({_shown_form(config, form)})", "kind", "per token", "fixed", f"at {context:,} tokens"
     )
-    costs = cache_costs(config)
+    costs = cache_costs(config, form=form)
     total = CacheCost(sum((c.per_token for c in costs.values()), Fraction(0)), sum(c.fixed for c in costs.values()))
     for name, cost in (*costs.items(), ("total", total)):
         shown = (cost.per_token, cost.fixed, cost.per_token * context + cost.fixed)
