@@ -456,5 +456,5 @@ def test_loading_needs_one_file_more_than_the_result(tmp_path: Path, dtype: str)
     )
     size, grown = map(int, found.stdout.split())
     assert size > 3 * shard
-    slack = (8 << 20) if dtype == "stored" else (16 << 20)  # the allocator's own; rows on their way to f32
+    slack = (8 << 20) if dtype == "stored" else (24 << 20)  # the allocator's own; rows on their way to f32
     assert grown <= size + shard + slack, (size, grown, shard)
