@@ -195,14 +195,16 @@ def file_report(folder: Path, config: Config) -> FileReport | None:
     faults, shards = Faults(folder), read_headers(folder)
     match = match_tensors(config, shards, faults, declared=declared_forms(read_json(folder / CONFIG_FILE)))
     parts: dict[str, str] = {}
+    owners = {leaf: part_of(leaf) for leaf in {found.piece.leaf for found in match.weights}}
     for found in match.weights:
         names = (found.piece.name, found.scale) if found.scale else (found.piece.name,)
-        parts |= dict.fromkeys(names, part_of(found.piece.leaf))
+        parts |= dict.fromkeys(names, owners[found.piece.leaf])
     sizes: dict[tuple[str, str], tuple[int, int]] = {}
+    bits = {kind: _bits_of(kind) for kind in {header.dtype for header in shards.headers.values()}}
     for name, header in shards.headers.items():
         key = parts.get(name) or (DRAFT_PART if name.startswith(DRAFT) else FOREIGN), header.dtype
         count, n_bytes = sizes.get(key, (0, 0))
-        sizes[key] = count + 1, n_bytes + prod(header.shape) * _bits_of(header.dtype) // 8
+        sizes[key] = count + 1, n_bytes + prod(header.shape) * bits[header.dtype] // 8
     files = {header.file for header in shards.headers.values()} | shards.absent.keys()
     return FileReport(len(files), sizes, faults.found, shards.strays, storage_of(match.weights, shards))
 

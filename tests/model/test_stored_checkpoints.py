@@ -155,6 +155,18 @@ def test_spellings_of_scales(tmp_path: Path, spelling: str, scale_type: str) -> 
     assert_same(official_tensors(config, params), official_tensors(*read_checkpoint(make(tmp_path / "model"))))
 
 
+def test_experts_may_have_the_type_of_fp4(tmp_path: Path) -> None:
+    """Packed experts under torch's own type, whose headers count numbers instead of bytes, are the same weights."""
+    tensors = {
+        name: tensor.view(torch.float4_e2m1fn_x2) if tensor.dtype is torch.int8 else tensor
+        for name, tensor in STORED.items()
+    }
+    config, params = read_checkpoint(make(tmp_path / "typed", tensors))
+    assert_same(official_tensors(config, params), official_tensors(*read_checkpoint(make(tmp_path / "model"))))
+    tensors["layers.0.ffn.experts.0.w1.weight"] = tensors["layers.0.ffn.experts.0.w1.weight"][:, :4].clone()
+    assert "layers.0.ffn.experts.0.w1.weight (expected [8, 16], got [8, 8])" in refusal(make(tmp_path / "cut", tensors))
+
+
 @pytest.mark.parametrize("form", ["fp4", "fp8"])
 def test_module_names_give_the_same_weights(tmp_path: Path, form: str) -> None:
     """Stacked experts with stacked scales, as transformers names them, are the same weights."""
