@@ -50,7 +50,7 @@ _CLASSES: Final[Mapping[str, type[Any]]] = {
 """The class of every field that is not a tensor; the layers are treated apart."""
 
 
-def leaves_from_params(params: Params) -> dict[str, Tensor]:
+def leaves_from_params(params: Params | DraftParams) -> dict[str, Tensor]:
     """List the tensors of ``params`` by path."""
     found, _ = pytree.tree_flatten_with_path(params)
     return {".".join(_word(key) for key in path): leaf for path, leaf in found if leaf is not None}

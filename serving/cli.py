@@ -1,5 +1,5 @@
 """The command line: generate, score, info, convert, make-tiny, kernels, profile, record, diff, trace, serve, chat,
-bench-serve.
+bench, bench-serve.
 
 Standard output carries what was asked for and nothing else; progress, statistics and complaints go to standard error.
 
@@ -54,6 +54,7 @@ from ..step.compare import compare_runs
 from ..step.generate import generate_tokens, prompt_ids
 from ..step.run_files import save_run
 from ..step.selfcheck import check_output
+from .bench_decode import bench_table, draw_timings, time_decode
 from .checkpoint_tools import convert as convert_checkpoint
 from .checkpoint_tools import make_tiny as make_tiny_checkpoint
 from .checkpoint_tools import parse_layers
@@ -347,6 +348,52 @@ def profile(
         typer.echo(json.dumps(attrs.asdict(found)))
     else:
         table_console().print(profile_table(found))
+
+
+@app.command()
+def bench(
+    case: Annotated[str, typer.Option(help="tiny, small or flash-slice.")] = "small",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Rows of a step; repeat it. Default 1, 4, 16, 32.")
+    ] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens before them; repeat it. Default 128, 1024, 8192.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Steps of each engine.")] = 12,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU; default torch's own choice.")] = None,
+    kernels: Kernels = None,
+    peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Measure beside transformers.")] = True,
+    pool_scale: Annotated[int, typer.Option(min=1, help="Also step in pools so many times larger.")] = 1,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the curves with floor and peer: a name ending in .png or .svg.")
+    ] = None,
+) -> None:
+    """Measure decode steps beside transformers and beside what the machine allows; JSON lines on standard output."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    found = []
+    with progress_bar("measuring") as report:
+        timings = time_decode(
+            case,
+            dtype,
+            batches=batch or (1, 4, 16, 32),
+            contexts=context or (128, 1024, 8192),
+            rounds=rounds,
+            kernels=kernels,
+            has_peer=peer,
+            pool_scale=pool_scale,
+            progress=report,
+        )
+        for timing in timings:
+            found.append(timing)
+            typer.echo(json.dumps(attrs.asdict(timing)))
+    Console(stderr=True, width=None if sys.stderr.isatty() else 160).print(
+        bench_table(found, torch.get_num_threads(), rounds)
+    )
+    if picture is not None:
+        draw_timings(found, picture)
+        typer.echo(f"wrote {picture}", err=True)
 
 
 @app.command()
