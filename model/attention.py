@@ -184,6 +184,8 @@ def group_rows(model: Model, p: AttentionParams, o: Tensor) -> Tensor:
         float[...,T,H].
     """
     groups = model.config.o_groups
-    w = p.wo_a if p.wo_a.dim() == 3 else p.wo_a.unflatten(0, (groups, -1))
+    w = p.wo_a
+    if isinstance(w, Tensor) and w.dim() == 2:
+        w = w.unflatten(0, (groups, -1))
     low = model.ops.grouped_linear(o.flatten(-2).unflatten(-1, (groups, -1)), w)
     return model.ops.linear(low.flatten(-2), p.wo_b)

@@ -49,7 +49,7 @@ class Model:
     @property
     def cache_form(self) -> CacheForm:
         """What caches the kernels read."""
-        return "plain" if self.ops.paged is None else "ascend"
+        return "plain" if self.ops.paged is None else self.ops.paged.form
 
     @property
     def device(self) -> torch.device:

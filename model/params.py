@@ -11,7 +11,7 @@ from __future__ import annotations
 import attrs
 from torch import Tensor
 
-from ..ops.quantize import Int8Weight
+from ..ops.quantize import Int8Weight, MXWeight
 from ..state.values import value
 
 __all__ = [
@@ -25,8 +25,8 @@ __all__ = [
     "Weight",
 ]
 
-Weight = Tensor | Int8Weight
-"""A matrix that a model may hold as int8; no function of the model looks into it but the operators."""
+Weight = Tensor | Int8Weight | MXWeight
+"""A matrix that a model may hold as int8 or in MX blocks; no function of the model looks into it but the operators."""
 
 
 @value
@@ -91,7 +91,8 @@ class AttentionParams:
         wkv: float[D,H]. One head; key and value are the same vector.
         kv_norm: float[D].
         attn_sink: f32[N].
-        wo_a: float[G*U,N*D/G]; with Ascend kernels float[G,U,N*D/G], the last two axes stored in the other order.
+        wo_a: float[G*U,N*D/G]; with Ascend kernels float[G,U,N*D/G], the last two axes stored in the other order,
+            perhaps in MX blocks.
         wo_b: float[H,G*U].
         compressor: None in ratio-0 layers.
         indexer: None outside ratio-4 layers.
@@ -103,7 +104,7 @@ class AttentionParams:
     wkv: Weight
     kv_norm: Tensor
     attn_sink: Tensor
-    wo_a: Tensor
+    wo_a: Weight
     wo_b: Weight
     compressor: CompressorParams | None
     indexer: IndexerParams | None

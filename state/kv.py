@@ -16,6 +16,9 @@ c128_state  f32[L*S,2*D]         pooling state: ring of 128 rows per request row
 Rows are layer-major; row (layer, slot) is ``layer * slots + slot``, the layer counted within its kind. The last slot of
 a state buffer is the dummy: value 0, score -inf.
 
+In the packed form entries (swa, c4, c128) are rows of bytes, u8[L*S,packed_width], index keys the bytes of e4m3 numbers
+and their scales f32.
+
 Source: SGLang 0.5.23 ``mem_cache/deepseek_v4_memory_pool.py``, ``deepseek_v4_compress_state.py`` (what exists);
 decode-path sheet 4.1, 4.5.
 """
@@ -34,7 +37,17 @@ from .errors import ConfigError
 from .handles import Handle, create_handle
 from .values import value
 
-__all__ = ["BLOCK_ROWS", "C4_RING", "C128_RING", "CacheForm", "KVLayout", "KVState", "init_kv"]
+__all__ = [
+    "BLOCK_ROWS",
+    "C4_RING",
+    "C128_RING",
+    "MAX_BLOCK",
+    "CacheForm",
+    "KVLayout",
+    "KVState",
+    "init_kv",
+    "packed_width",
+]
 
 C4_RING: Final = 8
 """State rows per window page: the group being filled and the one before it."""
@@ -42,14 +55,36 @@ C4_RING: Final = 8
 C128_RING: Final = 128
 """State rows per request: the group being filled."""
 
-CacheForm = Literal["plain", "ascend"]
-"""Who reads the caches: this package's own functions, or Ascend kernels, with int8 index keys and tables of pages."""
+CacheForm = Literal["plain", "ascend", "packed"]
+"""Who reads the caches: this package's own functions; or Ascend kernels, by tables of pages, with int8 index keys (A2
+and A3) or with everything in FP8 (A5)."""
 
 BLOCK_ROWS: Final = 16
 """Ascend kernels take cache blocks of a multiple of this many rows."""
 
 MAX_BLOCK: Final = 1024
 """Rows of their largest block."""
+
+
+PACKED_GROUP: Final = 64
+"""Channels of a packed row that share a scale."""
+
+PACKED_ALIGN: Final = 128
+"""Packed rows are a multiple of this many bytes."""
+
+
+def packed_width(config: Config) -> int:
+    """Count the bytes of a packed entry.
+
+    Args:
+        config: the model's numbers.
+    Returns:
+        Of the e4m3 channels without rotation, the rotary ones in bfloat16, one scale for 64 of the former, and zeros up
+        to a multiple of 128.
+    """
+    n_plain = config.head_dim - config.qk_rope_head_dim
+    size = n_plain + 2 * config.qk_rope_head_dim + -(-n_plain // PACKED_GROUP)
+    return -(-size // PACKED_ALIGN) * PACKED_ALIGN
 
 
 def _state_rows(size: int, ring: int, ratio: int) -> int:
@@ -73,6 +108,11 @@ class KVLayout:
     places: tuple[int, ...]
     form: CacheForm = "plain"
 
+    @property
+    def is_paged(self) -> bool:
+        """Tell whether the readers are kernels that read by tables of pages."""
+        return self.form != "plain"
+
     @classmethod
     def of(cls, config: Config, sizes: PoolSizes, form: CacheForm = "plain") -> KVLayout:
         """Lay out the caches of a model.
@@ -81,7 +121,7 @@ class KVLayout:
             ConfigError: the kernels that read them do not take such pages.
         """
         step = BLOCK_ROWS * C4_RATIO
-        if form == "ascend" and (sizes.page_size % step or sizes.page_size > MAX_BLOCK):
+        if form != "plain" and (sizes.page_size % step or sizes.page_size > MAX_BLOCK):
             raise ConfigError(
                 f"page_size: expected a multiple of {step}, at most {MAX_BLOCK}, for Ascend kernels, got "
                 f"{sizes.page_size}; 128 is what production uses",
@@ -100,7 +140,7 @@ class KVLayout:
         """Layers that a buffer holds."""
         if name == "swa":
             return len(self.kinds)
-        if name == "index_scale" and self.form == "plain":
+        if name == "index_scale" and not self.is_paged:
             return 0
         return self.kinds.count(C128_RATIO if name.startswith("c128") else C4_RATIO)
 
@@ -130,7 +170,7 @@ class KVLayout:
         """Names of the buffers that a layer writes."""
         ratio = self.kinds[layer]
         if ratio == C4_RATIO:
-            scales = ("index_scale",) if self.form == "ascend" else ()
+            scales = ("index_scale",) if self.is_paged else ()
             return ("swa", "c4", "index", *scales, "c4_state", "index_state")
         return ("swa", "c128", "c128_state") if ratio == C128_RATIO else ("swa",)
 
@@ -150,8 +190,8 @@ class KVState:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the entries."""
-        return self.handle.spec("swa")[1]
+        """Dtype of the entries; packed ones are made of bfloat16 ones."""
+        return torch.bfloat16 if self.layout.form == "packed" else self.handle.spec("swa")[1]
 
     @property
     def device(self) -> torch.device:
@@ -184,9 +224,13 @@ def init_kv(
         "c128_state": 2 * config.head_dim,
     }
     dtypes = {"c4_state": torch.float32, "index_state": torch.float32, "c128_state": torch.float32}
-    if form == "ascend":
+    if layout.is_paged:
         widths["index_scale"] = 1
         dtypes |= {"index": torch.int8, "index_scale": torch.float16}
+    if form == "packed":
+        entries = ("swa", "c4", "c128")
+        widths |= dict.fromkeys(entries, packed_width(config))
+        dtypes |= dict.fromkeys((*entries, "index"), torch.uint8) | {"index_scale": torch.float32}
     buffers = {}
     for name, width in widths.items():
         n_rows = layout.n_layers(name) * layout.n_slots(name)

@@ -24,7 +24,11 @@ class Numerics:
         probability_rounding: attention probabilities rounded to the model's dtype before they meet the values.
         clamp_shared_expert: apply ``swiglu_limit`` to the shared expert as well (the first official upload did not).
         int8_weights: round linear and expert weights to int8 by output channel, and the rows that meet them to int8 by
-            row (W8A8); with Ascend kernels only.
+            row (W8A8); with Ascend kernels of the A2 and A3 only.
+        mx_output: round the grouped output projection, weight and rows, through e4m3 with a power of two for every 32
+            channels (MXFP8); with Ascend kernels of the A5 only.
+        mx_experts: round the routed experts' weights and the rows that meet them likewise; with Ascend kernels of the
+            A5 only.
         invariant: compute every row in an order that does not depend on which rows or chunks it came with, so that
             results are equal bit for bit over batch, row place and chunking.
     """
@@ -37,6 +41,8 @@ class Numerics:
     probability_rounding: bool = False
     clamp_shared_expert: bool = True
     int8_weights: bool = False
+    mx_output: bool = False
+    mx_experts: bool = False
     invariant: bool = False
 
     @classmethod
@@ -52,6 +58,16 @@ class Numerics:
             int8_weights: as below; these chips have no FP8.
         """
         return cls(indexer_hadamard=True, int8_weights=int8_weights)
+
+    @classmethod
+    def ascend_a5(cls, *, mx_output: bool = True, mx_experts: bool = False) -> Numerics:
+        """Return what Ascend kernels compute on the A5: FP8 caches, index keys rotated (and kept as FP8).
+
+        Args:
+            mx_output: as below; what production does.
+            mx_experts: as below.
+        """
+        return cls(kv_qdq=True, indexer_hadamard=True, mx_output=mx_output, mx_experts=mx_experts)
 
     @classmethod
     def official(cls) -> Numerics:

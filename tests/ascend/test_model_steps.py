@@ -118,7 +118,7 @@ def test_traces_of_kernel_steps() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_int8_weights(seed: int) -> None:
     """With int8 weights, prompts, decodes and forks equal plain operators that round the same products."""
-    with pair_on_machine(seed=seed, int8_weights=True) as pair:
+    with pair_on_machine(seed=seed, numerics=ps.Numerics.ascend(int8_weights=True)) as pair:
         twins = Twins.fresh(pair)
         # A last bit of an input may move a code by one step: 1/127 of the largest value in its row.
         twins.tolerance = 2 * TOLERANCE
