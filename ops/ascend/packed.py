@@ -43,7 +43,10 @@ def write_entries(providers: Providers, cache: Tensor, slots: Tensor, rows: Tens
     Returns:
         ``cache``.
     """
-    providers["write_window"](cache=codes_of(cache), rows=rows, slots=slots)
+    operator, codes = providers["write_window"], codes_of(cache)
+    # This package's operator wants an axis of heads.
+    shaped = codes.unsqueeze(1) if operator.binding.provider == "vllm-ascend" else codes
+    operator(cache=shaped, rows=rows, slots=slots)
     return cache
 
 

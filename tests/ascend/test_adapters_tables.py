@@ -117,7 +117,7 @@ def test_worked_example_padded_to_a_bucket() -> None:
 def test_types_of_the_tables() -> None:
     """Tables, lengths and lists are int32 and contiguous; what a gather or scatter takes is int64."""
     t = worked(bucket=5)
-    wide = {"first_pos", "rest", "rest_loc"}
+    wide = {"first_pos", "rest", "rest_loc", "carried", "carried_to", "saved", "saved_loc"}
     for part in (t, *t.compressors.values()):
         for field in attrs.fields(type(part)):
             x = getattr(part, field.name)

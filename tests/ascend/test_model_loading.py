@@ -66,7 +66,7 @@ def test_int8_weights_need_their_kernels(folder: Path) -> None:
         assert model.params.layers[0].attn.wq_a.codes.dtype is torch.int8
         assert model.params.layers[1].ffn.w13.codes.dtype is torch.int8
         assert logits_of(model).isfinite().all()
-        with pytest.raises(ps.ConfigError, match="int8 weights need Ascend kernels"):
+        with pytest.raises(ps.ConfigError, match="int8 weights and MX blocks need Ascend kernels"):
             ps.load_model(folder, numerics=numerics)
     with machine_for(without=("npu::npu_quant_matmul",)):
         ps.load_model(folder, kernels="ascend", chip="a3")
@@ -79,10 +79,10 @@ def test_settings_that_do_not_go_together(folder: Path) -> None:
     with machine_for():
         with pytest.raises(ps.ConfigError, match=r"chip: expected None.*'a3'"):
             ps.load_model(folder, chip="a3")
-        with pytest.raises(ps.ConfigError, match="chip: expected a2 or a3"):
+        with pytest.raises(ps.ConfigError, match="chip: expected a2, a3 or a5"):
             ps.load_model(folder, kernels="ascend")
-        with pytest.raises(ps.ConfigError, match="chip"):
-            ps.load_model(folder, kernels="ascend", chip="a5")
+        with pytest.raises(ps.ConfigError, match="chip: expected one of a2, a3, a5, got 'a4'"):
+            ps.load_model(folder, kernels="ascend", chip="a4")
         with pytest.raises(ps.ConfigError, match=r"dtype: expected torch\.bfloat16"):
             ps.load_model(folder, kernels="ascend", chip="a3", dtype="float32")
         with pytest.raises(ps.ConfigError, match="numerics"):

@@ -407,7 +407,7 @@ PACKED = [({"kv_quant_mode": 0}, "kv_quant_mode=1"), ({"tile_size": 0}, "tile_si
 def test_packed_rows_have_one_layout(change: Arguments, rule: str) -> None:
     """The A5's operator and its metadata both refuse another mode, tile or rotary width than the rows have."""
     a = attention_call(history([9], [1], 1))
-    a["ori_kv"] = torch.zeros(*a["ori_kv"].shape[:3], packed_width(WIDTH, ROPE), dtype=torch.uint8)
+    a["ori_kv"] = torch.zeros(*a["ori_kv"].shape[:3], packed_width(WIDTH, ROPE)).to(torch.float8_e4m3fn)
     shared = ("cu_seqlens_q", "seqused_kv", "cmp_ratio", "ori_mask_mode", "cmp_mask_mode", "ori_win_left")
     options = {name: a[name] for name in (*shared, "layout_q", "layout_kv")} | {"has_cmp_kv": False}
     with machine("a5"):
@@ -468,10 +468,11 @@ def test_attention_of_the_a5_reads_packed_rows(seed: int, ratio: int, n: int) ->
     with machine("a5"):
         for name, rows in (("ori_kv", h.window[0]), ("cmp_kv", h.entries[0])):
             if name in a:
-                cache = torch.zeros(*a[name].shape[:3], bytes_per_row, dtype=torch.uint8)
+                shape = (*a[name].shape[:3], bytes_per_row)
+                cache = torch.zeros(shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
                 slots = torch.arange(a[name].shape[1], a[name].shape[1] + len(rows), dtype=I32)
                 if len(rows):
-                    torch.ops.custom.kv_compress_epilog(cache, rows, slots)
+                    torch.ops.custom.kv_compress_epilog(cache.view(-1, bytes_per_row), rows, slots)
                 a[name] = cache
         shared = {k: a[k] for k in ("cu_seqlens_q", "seqused_kv", "cmp_ratio", "ori_win_left", "layout_q")}
         metadata = torch.ops.custom.npu_kv_quant_sparse_attn_sharedkv_metadata(

@@ -62,20 +62,21 @@ def unpack_rows(rows: Tensor, width: int, rope: int) -> Tensor:
     return torch.cat((values, tail.contiguous().view(torch.bfloat16).float()), -1)
 
 
-def _slots(site: Site, slot_mapping: Tensor, n: int, limit: int, lowest: int) -> Tensor:
+def _slots(site: Site, slot_mapping: Tensor, n: int, limit: int) -> Tensor:
     slots = site.tensor("slot_mapping", slot_mapping, torch.int32, (n,)).long()
-    inside = bool(((slots >= lowest) & (slots < limit)).all())
-    site.require(inside, f"slots in {lowest}..{limit - 1}", slots.tolist())
+    inside = bool(((slots >= -1) & (slots < limit)).all())
+    site.require(inside, f"slots in -1..{limit - 1}", slots.tolist())
     live = slots[slots > 0]
     site.require(len(live.unique()) == len(live), "one writer per slot, but slot 0", slots.tolist())
     return slots
 
 
 def _bytes(site: Site, name: str, cache: Tensor, width: int) -> Tensor:
-    """View a cache as rows of bytes: u8[S,width]."""
-    site.dtype(name, cache, _FP8, torch.float8_e5m2)
-    site.require(cache.dim() == 2 and cache.shape[1] == width, f"{name} of rows of {width} bytes", tuple(cache.shape))
-    return cache.view(torch.uint8)
+    """View a cache as rows of bytes, vllm-ascend's with an axis of heads: u8[S,width]."""
+    site.dtype(name, cache, _FP8)
+    shape = (len(cache), 1, width) if site.operator.startswith("_C_ascend") else (len(cache), width)
+    site.require(tuple(cache.shape) == shape, f"{name} of rows of {width} bytes", tuple(cache.shape))
+    return cache.view(torch.uint8).view(-1, width)
 
 
 def _kv_epilog(
@@ -102,7 +103,7 @@ def _kv_epilog(
     )
     rope = site.rules.rope_width
     cache = _bytes(site, "kv_compress_cache", kv_compress_cache, packed_width(x.shape[1], rope))
-    slots = _slots(site, slot_mapping, len(x), len(cache), -1)
+    slots = _slots(site, slot_mapping, len(x), len(cache))
     cache[slots[slots >= 0]] = pack_rows(x, rope)[slots >= 0]
     if site.rules.poison_dummy and bool((slots == 0).any()):
         cache[0] = _POISON
@@ -127,7 +128,7 @@ def _index_epilog(
     cache = _bytes(site, "indexer_compress_cache", indexer_compress_cache, x.shape[1])
     site.tensor("indexer_compress_scale", indexer_compress_scale, torch.float32, (len(cache), 1))
     scales = indexer_compress_scale.view(-1)
-    slots = _slots(site, slot_mapping, len(x), len(cache), -1)
+    slots = _slots(site, slot_mapping, len(x), len(cache))
     row_scale = x.float().abs().amax(-1) / FP8_MAX
     codes = torch.where(row_scale.unsqueeze(-1) > 0, x.float() / row_scale.unsqueeze(-1), 0.0)
     live = slots >= 0
