@@ -20,7 +20,7 @@ from purestep.ops.experts import gate_up
 from purestep.state.config_reading import config_from_dict
 from torch import Tensor
 
-__all__ = ["Pair", "machine_for", "model_pair", "pair_on_machine"]
+__all__ = ["CHIPS", "Pair", "machine_for", "model_pair", "on", "pair_on_machine"]
 
 SIZES: dict[str, Any] = {
     "hash_layers": 1,
@@ -46,6 +46,15 @@ choice."""
 
 A5_SIZES = SIZES | {"head_dim": 32}
 """The same for the A5, whose grouped projection takes multiples of 64 channels."""
+
+
+CHIPS = ("a3", "a5")
+"""The two forms of caches and kernels; the A2 has those of the A3."""
+
+
+def on(chip: str) -> dict[str, Any]:
+    """Arguments of ``pair_on_machine`` for a chip; products in MX blocks, which need more tolerance, left out."""
+    return {"chip": chip, "numerics": ps.Numerics.ascend_a5(mx_output=False) if chip == "a5" else None}
 
 
 @attrs.frozen(eq=False, kw_only=True)
