@@ -60,6 +60,7 @@ def test_any_operations_agree(chip: str, data: st.DataObject, seed: int) -> None
             assert inv.check(twins.kernels) == ()
         if live:
             twins.extend({i: [11] for i in live})
+        twins.compare_caches()
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -74,6 +75,7 @@ def test_cut_at_a_page_that_a_chunk_ran_over(n: int, chip: str) -> None:
         twins.extend({b: ids_of(70, seed=4)})
         twins.rewind(a, n)
         twins.extend({a: ids_of(9, seed=5), b: [3]})
+        twins.compare_caches()
 
 
 @pytest.mark.parametrize("chip", CHIPS)

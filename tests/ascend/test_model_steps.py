@@ -54,6 +54,7 @@ def test_random_models_agree(chip: str, shape: dict[str, object], lengths: list[
         for step in range(decodes):
             twins.decode({i: 3 + step for i in texts})
         twins.extend({late: ids_of(5), **{i: [9] for i in texts}})
+        twins.compare_caches()
         assert inv.check(twins.kernels) == ()
 
 
@@ -67,6 +68,7 @@ def test_boundaries_of_groups_and_pages(n: int, chip: str) -> None:
         twins.extend({a: ids_of(n - 1), b: ids_of(2)})
         for step in range(5):
             twins.decode({a: 5 + step, b: 6 + step})
+        twins.compare_caches()
 
 
 @pytest.mark.parametrize("chip", CHIPS)
