@@ -128,7 +128,7 @@ def test_types_of_the_tables() -> None:
 
 @pytest.mark.parametrize("page", [29077, 1 << 20])
 def test_large_pages_do_not_wrap(page: int) -> None:
-    """Pages far out in the pools give the numbers that unbounded integers give, whatever their stride in bytes."""
+    """ASC-01: pages far out in the pools give the numbers that unbounded integers give, whatever their stride."""
     sizes = PoolSizes(page_size=128, requests=1, context=128, pages=page, swa_pages=page, c128_pages=page)
     slots = page * 128 + np.arange(128)
     full_to_swa = _Sparse({int(s): int(s) for s in slots})

@@ -146,7 +146,7 @@ def test_held_states_replay_again(chip: str) -> None:
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_recycled_pages_after_padded_steps(chip: str) -> None:
-    """After padded steps and the end of all requests, a request on the recycled pages equals one in a fresh state."""
+    """BAT-03: after padded steps and the end of all, a request on the recycled pages equals one in a fresh state."""
     with small_model(chip) as model:
         state = room(model, 2)
         graphs = capture_decode(model, state, (2,), TOOL)
@@ -163,7 +163,7 @@ def test_recycled_pages_after_padded_steps(chip: str) -> None:
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_poisoned_sinks_and_idle_rows(chip: str) -> None:
-    """NaN in every sink changes no bit of a real row, although idle rows look there."""
+    """BAT-01: NaN in every sink changes no bit of a real row, although idle rows look there."""
     with small_model(chip) as model:
         state = room(model)
         graphs = capture_decode(model, state, (4,), TOOL)
@@ -259,10 +259,49 @@ def side_by_side(graphs: step_graphs.DecodeGraphs, model: ps.Model, state: ps.De
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_nothing_stale_nothing_caught(chip: str) -> None:
-    """The comparison that finds stale inputs holds for fresh ones."""
+    """The comparison that finds stale inputs holds for fresh ones, and where a page's first group closes."""
     with small_model(chip, window=8) as model:
         state = room(model)
-        side_by_side(capture_decode(model, state, (2,), TOOL), model, fed(model, state, [9, 6]))
+        graphs = capture_decode(model, state, (2,), TOOL)
+        for lengths in ([9, 6], [65, 127]):
+            side_by_side(graphs, model, fed(model, state, lengths))
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_captured_texts_do_not_depend_on_their_limit(chip: str) -> None:
+    """BAT-12: replays for 1, 2, 3, 4 or 5 tokens give prefixes of the text that eager decodes give."""
+    with small_model(chip) as model:
+        state = room(model)
+        graphs = capture_decode(model, state, (1,), TOOL)
+
+        def said(most: int, *, replayed: bool) -> list[int]:
+            params = ps.SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=most)
+            now, a = ps.open_request(state, params)
+            now, out = ps.extend_step(model, now, {a: ids_of(9)})
+            text = [*out.next_token_ids]
+            while not out.finished:
+                now, out = graph_decode_step(graphs, model, now) if replayed else ps.decode_step(model, now)
+                text += out.next_token_ids
+            return text
+
+        texts = [said(most, replayed=True) for most in range(1, 6)]
+        assert [len(text) for text in texts] == [1, 2, 3, 4, 5]
+        assert all(text == said(5, replayed=False)[: len(text)] for text in texts)
+        assert graphs.graphs[0].graph.n_replays == 10
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_capture_needs_its_caches(chip: str) -> None:
+    """ASC-07: a capture before there is a state is a typed error that says what comes first; nothing ran until then."""
+
+    def running(*args: Any, **options: Any) -> Tensor:
+        raise AssertionError("a kernel ran")
+
+    with small_model(chip) as model:
+        idle = attrs.evolve(model, ops=attrs.evolve(model.ops, rms_norm=running))
+        for missing in (None, ps.Capacity(requests=1, tokens=64, context=64), room(model).kv):
+            with pytest.raises(ps.ConfigError, match=r"build it with init_state\(model, capacity\) first"):
+                capture_decode(idle, missing, (1,), TOOL)
 
 
 def test_host_reads_in_a_capture_are_caught() -> None:

@@ -95,7 +95,7 @@ def test_retracted_requests_resume(chip: str) -> None:
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_recycled_slots_hold_nothing_of_before(chip: str) -> None:
-    """A request on pages of a closed one equals, to the bit, the same request in a fresh state."""
+    """BAT-03: a request on pages of a closed one equals, to the bit, the same request in a fresh state."""
     with pair_on_machine(**on(chip)) as pair:
         twins = Twins.fresh(pair, requests=1, context=192)
         a = twins.open()
@@ -153,7 +153,7 @@ def test_states_are_saved_and_requests_travel(tmp_path: Path, chip: str) -> None
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_poisoned_sinks_are_not_read(chip: str) -> None:
-    """NaN in every sink changes no bit of any logits: what a table does not name for a row is never read."""
+    """BAT-01: NaN in every sink changes no bit of any logits: what a table does not name is never read."""
     with pair_on_machine(**on(chip)) as pair:
         model, found = pair.kernels, []
         for poison in (False, True):
@@ -179,7 +179,7 @@ def test_poisoned_sinks_are_not_read(chip: str) -> None:
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_greedy_prefixes_do_not_depend_on_the_limit(chip: str) -> None:
-    """Greedy decoding for 1 to 5 tokens gives prefixes of one text."""
+    """BAT-12: greedy decoding for 1 to 5 tokens gives prefixes of one text."""
     with pair_on_machine(**on(chip)) as pair:
         texts = []
         for n in range(1, 6):

@@ -108,6 +108,30 @@ def test_mixed_lengths_equal_the_requests_alone(lengths: tuple[int, int], chip: 
 
 
 @pytest.mark.parametrize("chip", CHIPS)
+def test_a_long_and_a_short_request_decode_together(chip: str) -> None:
+    """BAT-07: lengths 2734 and 14 decoded together are complete, and give what each gives alone."""
+    with pair_on_machine((128,), **on(chip)) as pair:
+
+        def decoded(lengths: tuple[int, ...]) -> torch.Tensor:
+            state = ps.init_state(pair.kernels, ps.Capacity(requests=2, tokens=4096, context=3072), page_size=128)
+            for n in lengths:
+                state, i = ps.open_request(state, ENDLESS)
+                for start in range(0, n, 700):
+                    chunk = ids_of(n, seed=n)[start : start + 700]
+                    state, _ = ps.extend_step(pair.kernels, state, {i: chunk}, sample=False)
+            found = []
+            for step in range(2):
+                force = {r.request_id: 5 + step for r in state.requests}
+                state, out = ps.decode_step(pair.kernels, state, force=force)
+                found.append(out.logits)
+            return torch.stack(found, 1)
+
+        both = decoded((2734, 14))
+        for row, n in zip(both, (2734, 14), strict=True):
+            assert float(row_errors(row, decoded((n,))[0]).max()) < TOLERANCE / 2
+
+
+@pytest.mark.parametrize("chip", CHIPS)
 def test_traces_of_kernel_steps(chip: str) -> None:
     """A traced step tells the same slots and picks as the plain model's, and samples what an untraced one does."""
     with pair_on_machine(**on(chip)) as pair:
