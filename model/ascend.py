@@ -333,8 +333,8 @@ def kernel_params(config: Config, params: Params, dtype: torch.dtype, numerics: 
     def of_experts(w: Weight) -> Weight:
         return mx_weight(w) if numerics.mx_experts and isinstance(w, Tensor) else stored(w)
 
-    def of_groups(w: Weight) -> Weight:
-        assert isinstance(w, Tensor), "weights are quantised here and nowhere before"
+    def of_groups(w: Weight) -> Tensor | MXWeight:
+        assert isinstance(w, Tensor), "weights for these kernels are expanded before"
         groups = w.unflatten(0, (config.o_groups, -1))
         if not numerics.mx_output:
             return _exchanged(groups)

@@ -11,10 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..ops.experts import ACTIVATION_GROUP
 from ..state.config import Config
+from ..state.kv import FP4_GROUP, FP8_GROUP
 from .model import Model
-from .params import AttentionParams, CompressorParams, IndexerParams
-from .rotary import FP4_GROUP, FP8_GROUP
+from .params import AttentionParams, CompressorParams, IndexerParams, Weight
+from .variants import activation_rows
 
 __all__ = [
     "compressor_inputs",
@@ -26,7 +28,15 @@ __all__ = [
     "project_output",
     "project_query",
     "query_heads",
+    "round_entries",
+    "round_index",
+    "spread_index",
 ]
+
+
+def _project(model: Model, x: Tensor, w: Weight) -> Tensor:
+    """Multiply rows by a weight that releases quantise: float[...,H] -> float[...,F]."""
+    return model.ops.linear(activation_rows(model, x), w)
 
 
 def query_heads(model: Model, p: AttentionParams, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,8 +50,8 @@ def query_heads(model: Model, p: AttentionParams, x: Tensor) -> tuple[Tensor, Te
         (q float[...,T,N,D], low float[...,T,Q]).
     """
     ops, eps = model.ops, model.config.rms_norm_eps
-    low = ops.rms_norm(ops.linear(x, p.wq_a), p.q_norm, eps)
-    q = ops.linear(low, p.wq_b).unflatten(-1, (model.config.num_attention_heads, -1))
+    low = ops.rms_norm(_project(model, x, p.wq_a), p.q_norm, eps)
+    q = _project(model, low, p.wq_b).unflatten(-1, (model.config.num_attention_heads, -1))
     return ops.normalize_query(q, eps, rounding=model.numerics.query_norm_rounding), low
 
 
@@ -69,19 +79,36 @@ def project_kv(model: Model, p: AttentionParams, x: Tensor, factors: Tensor) -> 
         x: float[...,T,H].
         factors: complex64[...,T,R/2] at the token positions.
     Returns:
-        float[...,T,D], rotated, rounded as the numerics say.
+        float[...,T,D], rotated; ``round_entries`` rounds it as an attention over it reads it.
     """
-    ops = model.ops
-    kv = ops.rms_norm(ops.linear(x, p.wkv), p.kv_norm, model.config.rms_norm_eps)
-    return _round_entry(model, ops.apply_rotary(kv, factors))
+    return _turned(model, _project(model, x, p.wkv), p.kv_norm, factors)
 
 
-def _round_entry(model: Model, entry: Tensor) -> Tensor:
+def _turned(model: Model, x: Tensor, norm: Tensor, factors: Tensor) -> Tensor:
+    """Norm and rotate what becomes an entry: float[...,D], in f32 where its rounding to FP8 wants the wide values."""
+    numerics, ops = model.numerics, model.ops
+    x = ops.rms_norm(x if numerics.entry_norm_rounding else x.float(), norm, model.config.rms_norm_eps)
+    if numerics.entry_norm_rounding:
+        x = x.to(model.dtype)
+    if numerics.kv_qdq == "wide":
+        return ops.apply_rotary(x.float(), factors)
+    return ops.apply_rotary(x, factors).to(model.dtype)
+
+
+def round_entries(model: Model, entries: Tensor) -> Tensor:
+    """Round window or compressed entries to what attention reads.
+
+    Args:
+        model: the model.
+        entries: float[...,D] of ``project_kv`` or ``finish_entries``.
+    Returns:
+        float[...,D] in the model's dtype.
+    """
     if not model.numerics.kv_qdq:
-        return entry
+        return entries
     width = model.config.head_dim - model.config.qk_rope_head_dim
-    head, tail = entry.split((width, model.config.qk_rope_head_dim), dim=-1)
-    return torch.cat((model.ops.round_fp8(head, FP8_GROUP), tail), dim=-1)
+    head, tail = entries.split((width, model.config.qk_rope_head_dim), dim=-1)
+    return torch.cat((model.ops.round_fp8(head, FP8_GROUP), tail), dim=-1).to(model.dtype)
 
 
 def compressor_inputs(model: Model, p: CompressorParams, x: Tensor, phase: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,35 +122,58 @@ def compressor_inputs(model: Model, p: CompressorParams, x: Tensor, phase: Tenso
     Returns:
         (kv f32[...,T,k*D], scores f32[...,T,k*D]), scores with the position bias.
     """
-    wide = x.float()
-    kv = model.ops.linear(wide, p.wkv.float())
-    return kv, model.ops.linear(wide, p.wgate.float()) + p.ape.index_select(0, phase)
+    rows = x if model.numerics.pooling_rounding == "all" else x.float()
+    kv, gate = (model.ops.linear(rows, w.float()).float() for w in (p.wkv, p.wgate))
+    return kv, gate + p.ape.index_select(0, phase)
 
 
-def finish_entries(model: Model, p: CompressorParams, pooled: Tensor, factors: Tensor, *, index_key: bool) -> Tensor:
-    """Norm, rotate and round pooled groups into cache entries.
+def finish_entries(model: Model, p: CompressorParams, pooled: Tensor, factors: Tensor) -> Tensor:
+    """Norm and rotate pooled groups into entries; ``round_entries`` or ``round_index`` rounds them.
 
     Args:
         model: the model.
         p: weights of the compressor.
         pooled: f32[...,C,D].
         factors: complex64[...,C,R/2] at the first position of every group.
-        index_key: the indexer's keys (Hadamard, FP4) instead of attention entries (FP8).
     Returns:
         float[...,C,D].
-    Rounding: pooled values to the model's dtype before the norm.
+    Rounding: pooled values to the model's dtype before the norm, unless the numerics leave that out.
     """
-    ops = model.ops
-    entry = ops.rms_norm(pooled.to(model.dtype), p.norm, model.config.rms_norm_eps)
-    entry = ops.apply_rotary(entry, factors)
-    return _round_index(model, entry) if index_key else _round_entry(model, entry)
+    if model.numerics.pooling_rounding != "none":
+        pooled = pooled.to(model.dtype)
+    return _turned(model, pooled, p.norm, factors)
 
 
-def _round_index(model: Model, x: Tensor) -> Tensor:
-    if model.numerics.indexer_hadamard:
-        x = model.ops.hadamard(x)
-    if model.numerics.indexer_qdq:
-        x = model.ops.round_fp4(x, FP4_GROUP)
+def spread_index(model: Model, x: Tensor) -> Tensor:
+    """Spread index queries or keys over their channels before they are rounded.
+
+    Args:
+        model: the model.
+        x: float[...,J].
+    Returns:
+        float[...,J] in the model's dtype: rotated by a Walsh-Hadamard matrix, if the numerics say so.
+    """
+    x = x.to(model.dtype)
+    return model.ops.hadamard(x) if model.numerics.indexer_hadamard else x
+
+
+def round_index(model: Model, x: Tensor) -> Tensor:
+    """Round index queries or keys to what is multiplied.
+
+    Args:
+        model: the model.
+        x: float[...,J].
+    Returns:
+        float[...,J] in ``model.key_dtype``.
+    """
+    x = spread_index(model, x)
+    match model.numerics.indexer_qdq:
+        case "fp8":
+            return model.ops.round_fp8_rows(x)
+        case "int8":
+            return model.ops.round_int8_rows(x)
+        case True:
+            return model.ops.round_fp4(x, FP4_GROUP)
     return x
 
 
@@ -138,8 +188,8 @@ def index_query(model: Model, p: IndexerParams, low: Tensor, factors: Tensor) ->
     Returns:
         float[...,T,I,J].
     """
-    q = model.ops.linear(low, p.wq_b).unflatten(-1, (model.config.index_n_heads, -1))
-    return _round_index(model, model.ops.apply_rotary(q, factors.unsqueeze(-2)))
+    q = _project(model, low, p.wq_b).unflatten(-1, (model.config.index_n_heads, -1))
+    return round_index(model, model.ops.apply_rotary(q, factors.unsqueeze(-2)))
 
 
 def index_weights(model: Model, p: IndexerParams, x: Tensor) -> Tensor:
@@ -152,7 +202,8 @@ def index_weights(model: Model, p: IndexerParams, x: Tensor) -> Tensor:
     Returns:
         float[...,T,I].
     """
-    return model.ops.linear(x, p.weights_proj) * _index_scale(model.config)
+    weights = model.ops.linear(x, p.weights_proj)
+    return (weights if model.numerics.index_score_rounding else weights.float()) * _index_scale(model.config)
 
 
 def _index_scale(config: Config) -> float:
@@ -184,8 +235,8 @@ def group_rows(model: Model, p: AttentionParams, o: Tensor) -> Tensor:
         float[...,T,H].
     """
     groups = model.config.o_groups
-    w = p.wo_a
-    if isinstance(w, Tensor) and w.dim() == 2:
-        w = w.unflatten(0, (groups, -1))
-    low = model.ops.grouped_linear(o.flatten(-2).unflatten(-1, (groups, -1)), w)
-    return model.ops.linear(low.flatten(-2), p.wo_b)
+    w = p.wo_a.unflatten(0, (groups, -1)) if isinstance(p.wo_a, Tensor) and p.wo_a.dim() == 2 else p.wo_a
+    rows = o.flatten(-2).unflatten(-1, (groups, -1))
+    if model.numerics.wo_a_qdq:
+        rows = model.ops.round_fp8(rows, ACTIVATION_GROUP)
+    return _project(model, model.ops.grouped_linear(rows, w).flatten(-2), p.wo_b)

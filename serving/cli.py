@@ -1,4 +1,5 @@
-"""The command line: generate, score, info, kernels, record, diff, trace, serve, chat, bench-serve.
+"""The command line: generate, score, info, convert, make-tiny, kernels, profile, record, diff, trace, serve, chat,
+bench, bench-serve.
 
 Standard output carries what was asked for and nothing else; progress, statistics and complaints go to standard error.
 
@@ -30,6 +31,7 @@ from types import ModuleType
 from typing import Annotated, Any, Final
 
 import attrs
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -42,6 +44,7 @@ from ..model.loading import load_model, model_folder
 from ..model.model import Model
 from ..model.shards import CONFIG_FILE
 from ..model.stages import STAGES
+from ..model.streaming import SUMS_FILE
 from ..ops.ascend.providers import installed_schemas
 from ..state.errors import ConfigError, PurestepError, RequestError
 from ..state.sampling import SamplingParams
@@ -49,12 +52,17 @@ from ..step.compare import compare_runs
 from ..step.generate import generate_tokens, prompt_ids
 from ..step.run_files import save_run
 from ..step.selfcheck import check_output
+from .bench_decode import bench_table, draw_timings, time_decode
+from .checkpoint_tools import convert as convert_checkpoint
+from .checkpoint_tools import make_tiny as make_tiny_checkpoint
+from .checkpoint_tools import parse_layers
 from .costs import cache_costs
 from .info import info_tables, pairs_table, show_bytes
 from .kernel_report import kernel_device, kernel_table_view, machine_facts, report_fields, run_checks, verdict_table
 from .kernel_table import kernel_rows, load_packages, usable_providers
 from .load_plan import Endpoint, draw_arrivals, draw_prompts, read_prompts, read_tokenizer
 from .load_stats import load_tables, summarise
+from .profile import filled_state, profile_step, profile_table, write_trace
 from .records import diff_tables, read_pairs, read_run, record_run, row_independent
 from .score import Score, score_text
 from .terminal import STDIN, decode_text, progress_bar, read_text, table_console, write_text
@@ -206,9 +214,60 @@ def info(
     context: Annotated[int | None, typer.Option(help="Tokens a request; default 4096, or all of the model's.")] = None,
     requests: Annotated[int, typer.Option(help="Requests that a state has room for.")] = 1,
 ) -> None:
-    """Show a model's configuration, layers, parameters and cache sizes."""
+    """Show a model's configuration, layers, parameters, files, cache sizes and the memory that it needs."""
     for table in info_tables(_folder(model), context=context, requests=requests):
         table_console().print(table)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="Folder of the checkpoint.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write to; an interrupted conversion goes on.")],
+    form: Annotated[str | None, typer.Option(help="fp4, fp8, bf16 or f32; default the one that it has.")] = None,
+    names: Annotated[str, typer.Option(help="official or transformers.")] = "official",
+    max_shard_bytes: Annotated[int, typer.Option(min=1, help="Start a new file before one gets bigger.")] = 5 * 10**9,
+) -> None:
+    """Write a checkpoint in another form or under other names, with checksums, one tensor in memory at a time."""
+    with progress_bar("converting") as report:
+        convert_checkpoint(
+            _folder(source), out, form=form, names=names, max_shard_bytes=max_shard_bytes, progress=report
+        )
+    typer.echo(f"{out}: written; check it with: sha256sum -c {SUMS_FILE}", err=True)
+
+
+@app.command()
+def make_tiny(
+    out: Annotated[Path, typer.Argument(help="Folder to write to.")],
+    source: Annotated[str | None, typer.Option(help="Take a part of this checkpoint; default random weights.")] = None,
+    like: Annotated[
+        str, typer.Option(help="Shape of random weights: toy, flash, pro, or a folder with a config.json.")
+    ] = "toy",
+    layers: Annotated[str | None, typer.Option(help="Layers to keep, such as 0,2-3; default all.")] = None,
+    experts: Annotated[int | None, typer.Option(min=1, help="Routed experts to keep; default all.")] = None,
+    vocab: Annotated[int | None, typer.Option(min=1, help="Tokens to keep; default all.")] = None,
+    form: Annotated[str | None, typer.Option(help="fp4, fp8, bf16 or f32; default the source's, or fp4.")] = None,
+    names: Annotated[str, typer.Option(help="official or transformers.")] = "official",
+    draft: Annotated[bool, typer.Option("--draft", help="Draw a draft block too.")] = False,
+    seed: Annotated[int, typer.Option(help="Of random weights.")] = 0,
+    max_shard_bytes: Annotated[int, typer.Option(min=1, help="Start a new file before one gets bigger.")] = 5 * 10**9,
+) -> None:
+    """Write a small checkpoint: some layers, experts and tokens of a real one, or random weights of its shape."""
+    with progress_bar("writing") as report:
+        config = make_tiny_checkpoint(
+            out,
+            source=None if source is None else _folder(source),
+            like=like,
+            layers=None if layers is None else parse_layers(layers),
+            experts=experts,
+            vocab=vocab,
+            form=form,
+            names=names,
+            draft=draft,
+            seed=seed,
+            max_shard_bytes=max_shard_bytes,
+            progress=report,
+        )
+    typer.echo(f"{out}: layers: {config.num_hidden_layers}, experts: {config.n_routed_experts}", err=True)
 
 
 @app.command()
@@ -238,6 +297,83 @@ def kernels(
             table_console().print(verdict_table(verdicts))
     if any(one.verdict in ("fails", "error") for one in verdicts):
         raise typer.Exit(1)
+
+
+@app.command()
+def profile(
+    model: ModelName = "tiny",
+    dtype: Dtype = None,
+    kernels: Kernels = None,
+    chip: Chip = None,
+    batch: Annotated[int, typer.Option(min=1, help="Requests that decode together.")] = 4,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each of them.")] = 256,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are measured.")] = 20,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU; default torch's own choice.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Also write every operator of one step, for chrome://tracing or Perfetto.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write one line of JSON instead of the table.")] = False,
+) -> None:
+    """Show where the time of a decode step goes, stage by stage."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    loaded = _load(model, dtype, kernels, chip)
+    with progress_bar("prompts") as report:
+        state = filled_state(loaded, batch, context, room=steps + 4, progress=report)
+    found = profile_step(loaded, state, steps)
+    if trace is not None:
+        write_trace(loaded, state, trace)
+        typer.echo(f"wrote {trace}; open it in https://ui.perfetto.dev", err=True)
+    if as_json:
+        typer.echo(json.dumps(attrs.asdict(found)))
+    else:
+        table_console().print(profile_table(found))
+
+
+@app.command()
+def bench(
+    case: Annotated[str, typer.Option(help="tiny, small or flash-slice.")] = "small",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Rows of a step; repeat it. Default 1, 4, 16, 32.")
+    ] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens before them; repeat it. Default 128, 1024, 8192.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Steps of each engine.")] = 12,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU; default torch's own choice.")] = None,
+    kernels: Kernels = None,
+    peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Measure beside transformers.")] = True,
+    pool_scale: Annotated[int, typer.Option(min=1, help="Also step in pools so many times larger.")] = 1,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the curves with floor and peer: a name ending in .png or .svg.")
+    ] = None,
+) -> None:
+    """Measure decode steps beside transformers and beside what the machine allows; JSON lines on standard output."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    found = []
+    with progress_bar("measuring") as report:
+        timings = time_decode(
+            case,
+            dtype,
+            batches=batch or (1, 4, 16, 32),
+            contexts=context or (128, 1024, 8192),
+            rounds=rounds,
+            kernels=kernels,
+            has_peer=peer,
+            pool_scale=pool_scale,
+            progress=report,
+        )
+        for timing in timings:
+            found.append(timing)
+            typer.echo(json.dumps(attrs.asdict(timing)))
+    Console(stderr=True, width=None if sys.stderr.isatty() else 160).print(
+        bench_table(found, torch.get_num_threads(), rounds)
+    )
+    if picture is not None:
+        draw_timings(found, picture)
+        typer.echo(f"wrote {picture}", err=True)
 
 
 @app.command()

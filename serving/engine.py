@@ -23,7 +23,7 @@ from ..model.model import Model
 from ..ops.sampling import token_logprobs
 from ..state.batch import StepOutput
 from ..state.capacity import Capacity
-from ..state.decode import find_request
+from ..state.decode import DecodeState, find_request
 from ..state.errors import CapacityError, ConfigError, PurestepError, RequestError
 from ..state.invariants import check
 from ..step.extend import extend_step
@@ -439,7 +439,7 @@ class Engine:
             said=(*turn.said, *_said(out, keys)),
             prompt_logprobs=tuple(found),
             finished=tuple(keys[request] for request in out.finished),
-            fed=sum(find_request(state, pool.ids[key]).kv_len - pool.progress(key).n_cached for key, _ in rows),
+            fed=_cached(state) - _cached(pool.state),
         )
 
     def _step(
@@ -473,6 +473,10 @@ class Engine:
         lens = [find_request(state, pool.ids[key]).kv_len - pool.progress(key).n_cached for key, _ in plan.rows]
         parts = dict(zip((key for key, _ in plan.rows), out.logits.split(lens), strict=True))
         return state, out, {key: parts[key] for key in wanted}
+
+
+def _cached(state: DecodeState) -> int:
+    return sum(request.kv_len for request in state.requests)
 
 
 def _bytes_of(spec: tuple[torch.Size, torch.dtype, torch.device]) -> int:

@@ -11,9 +11,9 @@ import attrs
 from rich.markup import escape
 from rich.table import Table
 
+from ..model.loading import build_model
 from ..model.model import Model
 from ..model.stages import full_names, split_name
-from ..ops.dispatch import kernel_table
 from ..state.batch import StepOutput
 from ..state.capacity import Capacity
 from ..state.captured import Captured
@@ -81,8 +81,9 @@ def row_independent(model: Model, kernels: str | None) -> Model:
     Raises:
         ConfigError: kernels that do not keep this promise.
     """
-    table = kernel_table(kernels, model.device.type, invariant=True)
-    return attrs.evolve(model, numerics=attrs.evolve(model.numerics, invariant=True), ops=table)
+    numerics = attrs.evolve(model.numerics, invariant=True)
+    alone = build_model(model.config, model.params, dtype=model.dtype, numerics=numerics, kernels=kernels)
+    return attrs.evolve(alone, tokenizer=model.tokenizer)
 
 
 def read_run(folder: str) -> tuple[Captured, ...]:
