@@ -96,10 +96,7 @@ def experts_here(
         expert_range=(0, n_experts),
         quant_mode=1 if isinstance(w13, Int8Weight) else -1,
     )
-    if isinstance(w13, MXWeight):
-        out = _run_in_blocks(providers, rows, counts, w13, w2, limit, x.dtype)
-    else:
-        out = run_experts(providers, rows, scales, counts, w13, w2, limit, x.dtype)
+    out = run_experts(providers, rows, scales, counts, w13, w2, limit, x.dtype)
     # Signs mark rows that were dropped; none are here, and the kernel takes no negative index.
     joined = providers["combine_rows"](rows=out, row_idx=row_idx.abs(), weights=weights.to(out.dtype))
     return joined.float()
@@ -122,13 +119,15 @@ def run_experts(
         rows: float[A,H], or i8[A,H] for int8 weights.
         scales: f32[A]. Of int8 rows.
         counts: i64[E]. Rows of every expert.
-        w13: float[E,2*F,H], or int8.
-        w2: float[E,H,F], or int8.
+        w13: float[E,2*F,H], or int8, or in MX blocks.
+        w2: float[E,H,F], likewise.
         limit: clamp of the SwiGLU; it always applies.
         dtype: of the result.
     Returns:
         float[A,H].
     """
+    if isinstance(w13, MXWeight):
+        return _run_in_blocks(providers, rows, counts, w13, w2, limit, dtype)
     hidden = _by_expert(providers, rows, scales, w13, counts, dtype)
     if providers.has("activate"):
         hidden = providers["activate"](x=hidden, limit=limit)
