@@ -58,8 +58,9 @@ def unpack_entries(rows: Tensor, width: int, tail: int, group: int, dtype: torch
     codes = rows[..., :n_codes].view(torch.float8_e4m3fn).float()
     rest = _reread(rows[..., n_codes : n_codes + n_tail], dtype)
     scales = power_scale(rows[..., n_codes + n_tail : n_codes + n_tail + -(-n_codes // group)])
-    head = codes * scales.repeat_interleave(group, -1)[..., :n_codes]
-    return torch.cat((head.to(dtype), rest), dim=-1)
+    for part, scale in zip(codes.split(group, -1), scales.split(1, -1), strict=True):
+        part.mul_(scale)
+    return torch.cat((codes.to(dtype), rest), dim=-1)
 
 
 def _reread(part: Tensor, dtype: torch.dtype) -> Tensor:
@@ -107,6 +108,8 @@ def unpack_fp4_keys(rows: Tensor, width: int, group: int, dtype: torch.dtype) ->
     both = rows[..., : width // 2]
     codes = torch.stack((both & 15, both >> 4), dim=-1).flatten(-2)
     table = torch.tensor(FP4_STEPS, device=rows.device)
-    values = torch.cat((table, -table)).index_select(0, codes.flatten().long()).view(codes.shape)
-    scales = power_scale(rows[..., width // 2 :]).repeat_interleave(group, -1)
-    return (values * scales[..., :width]).to(dtype)
+    values = torch.cat((table, -table)).index_select(0, codes.flatten().int()).view(codes.shape)
+    scales = power_scale(rows[..., width // 2 :])
+    for part, scale in zip(values.split(group, -1), scales.split(1, -1), strict=True):
+        part.mul_(scale)
+    return values.to(dtype)

@@ -89,7 +89,15 @@ def memory_table(model: Model, limits: EngineLimits, pool_bytes: Mapping[str, in
     for name, size in pool_bytes.items():
         table.add_row(f"cache {name}", show_bytes(size), reach if name == next(iter(pool_bytes)) else "")
     context = min(limits.context, limits.tokens)
-    scratch = step_scratch(model.config, model.dtype, tokens=limits.budget, rows=limits.running, context=context)
+    scratch = step_scratch(
+        model.config,
+        model.dtype,
+        tokens=limits.budget,
+        rows=limits.running,
+        context=context,
+        form=limits.caches or model.cache_form,
+        rounds_activations=model.rounds_activations,
+    )
     table.add_row("scratch of a step, at most", show_bytes(scratch), f"{limits.budget:,} tokens a step")
     total = weights + sum(pool_bytes.values()) + scratch
     table.add_row("in all", show_bytes(total), f"context {context:,} tokens")
