@@ -1,7 +1,8 @@
 """Attention of one layer over the paged caches through kernels that read them by tables of pages.
 
 The counterpart of ``model/paged.py`` where the kernel table has ``paged`` kernels, with the same signature and the same
-caches but for the index keys, which are int8 with a scale each. Every row of a batch is one row of the tables, however
+caches but for what their form says: on the A2 and A3 index keys are int8 with a scale each, on the A5 everything that
+attention reads is FP8. Every row of a batch is one row of the tables, however
 many tokens it feeds. What all layers of a kind share is computed once per step: rotations, and the split of the work
 over cores, which is an operand of the kernels and good for the lengths of this step only.
 
@@ -11,17 +12,20 @@ Source: SGLang 0.5.23 ``hardware_backend/npu/attention/ascend_dsv4_backend.py``;
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import attrs
 import torch
 from torch import Tensor
 
 from ..ops.dispatch import PagedOps
-from ..ops.quantize import int8_weight
+from ..ops.quantize import MXWeight, int8_weight, mx_weight
 from ..state.batch import ForwardBatch
 from ..state.capacity import C4_RATIO, C128_PAGE, C128_RATIO
 from ..state.config import Config
+from ..state.errors import ConfigError
 from ..state.kv import KVLayout
+from ..state.numerics import Numerics
 from ..state.paged_tables import AscendTables, CompressorTables
 from ..state.values import value
 from .attention import group_rows, index_weights, query_heads
@@ -32,6 +36,9 @@ from .reading import ordered_picks
 from .stages import Tap, untapped
 
 __all__ = ["AscendOperands", "Turn", "kernel_params", "operands", "paged_attention"]
+
+MX_WIDTH: Final = 64
+"""Channels that two MX blocks have, whose exponents come in pairs."""
 
 Turn = tuple[Tensor, Tensor]
 """(cos, sin): f32[T,R] each, every value twice."""
@@ -45,7 +52,8 @@ class AscendOperands:
     Attributes:
         turns: ratio -> cosines and sines at the token positions.
         entry_turns: ratio -> cosines and sines at the first positions of the closing groups, dense.
-        slots: ratio -> i64[C,1]. Slots of their entries, dense.
+        window_slots: i64[T], or i32[T] on the A5. Window slot of every token.
+        slots: ratio -> i64[C,1], or i32[C] on the A5. Slots of their entries, dense.
         attention: ratio -> i32[1024]. Split of the attention's work.
         index: i32[1024]. Split of the indexer's work; None in a model without indexers.
         rotation: float[J,J]. The Walsh-Hadamard matrix; None likewise.
@@ -53,6 +61,7 @@ class AscendOperands:
 
     turns: Mapping[int, Turn]
     entry_turns: Mapping[int, Turn]
+    window_slots: Tensor
     slots: Mapping[int, Tensor]
     attention: Mapping[int, Tensor]
     index: Tensor | None
@@ -82,7 +91,8 @@ def operands(model: Model, batch: ForwardBatch) -> AscendOperands:
     return AscendOperands(
         turns=turns,
         entry_turns=entry_turns,
-        slots={ratio: plan.loc.long().unsqueeze(-1) for ratio, plan in tables.compressors.items()},
+        window_slots=paged.window_slots(batch.metadata.swa_loc),
+        slots={ratio: paged.entry_slots(plan.loc) for ratio, plan in tables.compressors.items()},
         attention={
             ratio: paged.attention_metadata(
                 tables.query_starts,
@@ -92,6 +102,7 @@ def operands(model: Model, batch: ForwardBatch) -> AscendOperands:
                 ratio=ratio,
                 n_picks=config.index_topk if ratio == C4_RATIO else 0,
                 window=config.sliding_window,
+                rope_width=config.qk_rope_head_dim,
                 **lengths,
             )
             for ratio in model.frequencies
@@ -164,14 +175,14 @@ def paged_attention(
     q, low = query_heads(model, p, x)
     q = paged.rotate(q, cos, sin)
     kv = model.ops.rms_norm(model.ops.linear(x, p.wkv), p.kv_norm, model.config.rms_norm_eps)
-    view["swa"].index_copy_(0, batch.metadata.swa_loc, paged.rotate(kv, cos, sin))
+    paged.write_window(view["swa"], factors.window_slots, paged.rotate(kv, cos, sin))
     entries: Tensor | None = None
     entry_table: Tensor | None = None
     picks: Tensor | None = None
     if ratio:
         name = "c4" if ratio == C4_RATIO else "c128"
         closed = _compress(model, p.compressor, x, view[f"{name}_state"], batch, factors, ratio)
-        paged.write_rows(view[name], factors.slots[ratio], closed)
+        paged.write_entries(view[name], factors.slots[ratio], closed)
         entries = _blocks(view[name], layout.sizes.c4_page if ratio == C4_RATIO else C128_PAGE)
         entry_table = tables.c4_table if ratio == C4_RATIO else tables.c128_table
     if ratio == C4_RATIO:
@@ -191,6 +202,7 @@ def paged_attention(
         metadata=factors.attention[ratio],
         ratio=ratio,
         window_size=model.config.sliding_window,
+        rope_width=model.config.qk_rope_head_dim,
         scale=model.config.head_dim**-0.5,
     )
     return group_rows(model, p, paged.rotate(tap("attn.heads", o), cos, -sin))
@@ -214,11 +226,16 @@ def _compress(
     assert p is not None, "a layer with a ratio has a compressor: the loader checks it"
     tables = _tables(batch)
     plan, (cos, sin) = tables.compressors[ratio], factors.entry_turns[ratio]
-    entries, state = _paged(model).compress(
+    banks = state
+    if plan.ring:
+        banks = state.new_zeros(((plan.state_table.shape[0] + 1) * plan.ring, state.shape[1]))
+    if plan.carried.shape[0]:
+        banks.index_copy_(0, plan.carried_to, state.index_select(0, plan.carried))
+    entries, banks = _paged(model).compress(
         x,
         p.wkv,
         p.wgate,
-        state,
+        banks,
         p.ape,
         p.norm,
         cos,
@@ -227,8 +244,11 @@ def _compress(
         query_starts=tables.query_starts,
         used=tables.used,
         start_pos=tables.start_pos,
+        ring=plan.ring,
         eps=model.config.rms_norm_eps,
     )
+    if plan.saved.shape[0]:
+        state.index_copy_(0, plan.saved_loc, banks.index_select(0, plan.saved))
     if plan.rest.shape[0]:
         _keep_rest(model, p, x, state, plan, batch.positions)
     return entries
@@ -259,17 +279,15 @@ def _pick(
     assert factors.rotation is not None, "a model with an indexer has one"
     assert factors.index is not None, "a model with an indexer has one"
     closed = _compress(model, p.compressor, x, view["index_state"], batch, factors, C4_RATIO)
-    codes, scales = paged.quantize_rows(closed @ factors.rotation)
-    paged.write_rows(view["index"], factors.slots[C4_RATIO], codes)
-    paged.write_rows(view["index_scale"], factors.slots[C4_RATIO], scales.unsqueeze(-1))
+    paged.write_keys(view["index"], view["index_scale"], factors.slots[C4_RATIO], closed @ factors.rotation)
     query = model.ops.linear(low, p.wq_b).unflatten(-1, (model.config.index_n_heads, -1))
-    query, query_scale = paged.quantize_rows(paged.rotate(query, *factors.turns[C4_RATIO]) @ factors.rotation)
+    query, query_scale = paged.quantize_query(paged.rotate(query, *factors.turns[C4_RATIO]) @ factors.rotation)
     return paged.pick_entries(
         query,
         query_scale,
         _blocks(view["index"], c4_page),
         _blocks(view["index_scale"], c4_page).squeeze(-1),
-        index_weights(model, p, x).half(),
+        index_weights(model, p, x).to(paged.scale_dtype),
         query_ends=tables.query_ends,
         key_lens=tables.key_lens,
         table=tables.c4_table,
@@ -285,20 +303,43 @@ def _tapped(picks: Tensor, tap: Tap) -> Tensor:
     return tap("attn.picks", ordered_picks(picks.squeeze(1).long())).int().unsqueeze(1)
 
 
-def kernel_params(config: Config, params: Params, dtype: torch.dtype, *, int8_weights: bool) -> Params:
+def kernel_params(config: Config, params: Params, dtype: torch.dtype, numerics: Numerics) -> Params:
     """Store weights as the kernels want them: compressor projections in the model's dtype, ``wo_a`` as [G,D,U].
 
     Args:
         config: the model's numbers.
         params: weights of ``build_model``.
         dtype: of the model.
-        int8_weights: quantise what releases quantise, but ``wo_a``, whose product has no int8 form here.
+        numerics: which weights to quantise. Int8 is for what releases quantise, but ``wo_a``, whose product has no int8
+            form here.
     Returns:
         The same weights; ``wo_a`` is float[G,U,N*D/G] with its last two axes exchanged in memory.
+    Raises:
+        ConfigError: groups whose width the kernel of MX blocks does not take.
     """
+    width = config.num_attention_heads * config.head_dim // config.o_groups
+    if numerics.mx_output and width % MX_WIDTH:
+        raise ConfigError(
+            f"mx_output: expected groups of a multiple of {MX_WIDTH} channels, got {width}; load with "
+            "Numerics.ascend_a5(mx_output=False)",
+            field="numerics",
+            expected=f"a multiple of {MX_WIDTH}",
+            got=width,
+        )
 
     def stored(w: Weight) -> Weight:
-        return int8_weight(w) if int8_weights and isinstance(w, Tensor) else w
+        return int8_weight(w) if numerics.int8_weights and isinstance(w, Tensor) else w
+
+    def of_experts(w: Weight) -> Weight:
+        return mx_weight(w) if numerics.mx_experts and isinstance(w, Tensor) else stored(w)
+
+    def of_groups(w: Weight) -> Tensor | MXWeight:
+        assert isinstance(w, Tensor), "weights for these kernels are expanded before"
+        groups = w.unflatten(0, (config.o_groups, -1))
+        if not numerics.mx_output:
+            return _exchanged(groups)
+        blocks = mx_weight(groups)
+        return MXWeight(codes=_exchanged(blocks.codes), exponents=_exchanged(blocks.exponents))
 
     def compressor(p: CompressorParams) -> CompressorParams:
         return attrs.evolve(p, wkv=p.wkv.to(dtype), wgate=p.wgate.to(dtype))
@@ -308,25 +349,28 @@ def kernel_params(config: Config, params: Params, dtype: torch.dtype, *, int8_we
 
     def layer(p: LayerParams) -> LayerParams:
         attn, ffn = p.attn, p.ffn
-        assert isinstance(attn.wo_a, Tensor), "weights for these kernels are expanded before"
-        groups = attn.wo_a.unflatten(0, (config.o_groups, -1))
         attn = attrs.evolve(
             attn,
             wq_a=stored(attn.wq_a),
             wq_b=stored(attn.wq_b),
             wkv=stored(attn.wkv),
-            wo_a=groups.transpose(1, 2).contiguous().transpose(1, 2),
+            wo_a=of_groups(attn.wo_a),
             wo_b=stored(attn.wo_b),
             compressor=attn.compressor and compressor(attn.compressor),
             indexer=attn.indexer and indexer(attn.indexer),
         )
         ffn = attrs.evolve(
             ffn,
-            w13=stored(ffn.w13),
-            w2=stored(ffn.w2),
+            w13=of_experts(ffn.w13),
+            w2=of_experts(ffn.w2),
             shared_w13=stored(ffn.shared_w13),
             shared_w2=stored(ffn.shared_w2),
         )
         return attrs.evolve(p, attn=attn, ffn=ffn)
 
     return attrs.evolve(params, layers=tuple(layer(p) for p in params.layers))
+
+
+def _exchanged(w: Tensor) -> Tensor:
+    """Store a weight with its axes 1 and 2 exchanged in memory; its shape stays."""
+    return w.transpose(1, 2).contiguous().transpose(1, 2)

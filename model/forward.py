@@ -87,7 +87,8 @@ def _weightless(tap: Tap, live: Tensor) -> Tap:
 
     def weigh(stage: str, x: Tensor) -> Tensor:
         x = tap(stage, x)
-        return x * live.unsqueeze(-1) if stage == "ffn.expert_weights" else x
+        # Not a product: what an idle row read from a sink may be no number.
+        return torch.where(live.unsqueeze(-1) > 0, x, 0.0) if stage == "ffn.expert_weights" else x
 
     return weigh
 

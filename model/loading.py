@@ -36,6 +36,12 @@ DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _STREAMS: Final = 4
 """Residual streams that the kernels of mHC take."""
 
+_A3_NUMERICS: Final = (Numerics.ascend(), Numerics.ascend(int8_weights=True))
+_A5_NUMERICS: Final = tuple(
+    Numerics.ascend_a5(mx_output=output, mx_experts=experts) for output in (True, False) for experts in (True, False)
+)
+"""What Ascend kernels can compute."""
+
 EMBEDDED: Final = "tiny"
 """The name of the checkpoint that comes with the package."""
 
@@ -67,10 +73,10 @@ def load_model(
             checkpoint keeps in FP8 or FP4 are expanded while loading. Official numerics then no longer round the rows
             that meet them; ``activation_qdq=True`` does.
         numerics: default ``Numerics.plain()`` in float32 and ``Numerics.official()`` in bfloat16; Ascend kernels have
-            ``Numerics.ascend()`` and no other.
+            ``Numerics.ascend()``, the A5 ``Numerics.ascend_a5()``, and no others.
         kernels: "reference" or "fused", or "ascend", whose packages are then imported; default the fastest that the
             device and the numerics have.
-        chip: generation of an Ascend device, "a2" or "a3"; with Ascend kernels, and only with them.
+        chip: generation of an Ascend device, "a2", "a3" or "a5"; with Ascend kernels, and only with them.
         parallel: default one rank.
         stored: whether FP8 and FP4 weights stay so in memory and are expanded where they are used; default where no
             ``dtype`` is given. Ascend kernels take expanded ones.
@@ -122,11 +128,11 @@ def build_model(
         raise ConfigError(
             f"chip: expected None without Ascend kernels, got {chip!r}", field="chip", expected=None, got=chip
         )
-    if numerics is not None and numerics.int8_weights:
+    if numerics is not None and (numerics.int8_weights or numerics.mx_output or numerics.mx_experts):
         raise ConfigError(
-            "numerics: int8 weights need Ascend kernels; give kernels='ascend', or numerics without them",
+            "numerics: int8 weights and MX blocks need Ascend kernels; give kernels='ascend', or numerics without them",
             field="numerics",
-            expected="int8_weights=False",
+            expected="int8_weights=False, mx_output=False, mx_experts=False",
             got=numerics,
         )
     if numerics is None:
@@ -141,11 +147,13 @@ def _ascend_model(
     config: Config, params: Params, dtype: torch.dtype, numerics: Numerics | None, chip: str | None
 ) -> Model:
     """Put a model on the kernels that are installed."""
-    choices = (Numerics.ascend(), Numerics.ascend(int8_weights=True))
+    is_a5 = chip == "a5"
+    choices = _A5_NUMERICS if is_a5 else _A3_NUMERICS
+    named = "Numerics.ascend_a5(), with MX blocks or not" if is_a5 else "Numerics.ascend(), with int8 weights or not"
     required = {
-        "chip": (chip is not None, "a2 or a3", chip),
+        "chip": (chip is not None, "a2, a3 or a5", chip),
         "dtype": (dtype is torch.bfloat16, torch.bfloat16, dtype),
-        "numerics": (numerics in (None, *choices), "Numerics.ascend(), with int8 weights or not", numerics),
+        "numerics": (numerics in (None, *choices), named, numerics),
         "hc_mult": (config.hc_mult == _STREAMS, _STREAMS, config.hc_mult),
     }
     for field, (is_right, expected, got) in required.items():
@@ -165,16 +173,23 @@ def _ascend_model(
             f"kernels: no installed package has Ascend kernels for {', '.join(plain)}; plain functions run instead",
             stacklevel=3,
         )
-    numerics = numerics or choices[0]
-    if numerics.int8_weights and not adapters.takes_int8(chosen):
-        raise ConfigError(
-            f"numerics: expected kernels for products with int8 weights, missing are {', '.join(chosen.missing)}; "
-            "install the packages that have them, or leave int8_weights out",
-            field="numerics",
-            expected="kernels for int8 weights",
-            got=chosen.missing,
-        )
-    params = kernel_params(config, params, dtype, int8_weights=numerics.int8_weights)
+    if numerics is None:
+        has_blocks = is_a5 and adapters.takes_mx_output(chosen)
+        numerics = Numerics.ascend_a5(mx_output=has_blocks) if is_a5 else Numerics.ascend()
+    for field, takes in (
+        ("int8_weights", adapters.takes_int8),
+        ("mx_output", adapters.takes_mx_output),
+        ("mx_experts", adapters.takes_mx_experts),
+    ):
+        if getattr(numerics, field) and not takes(chosen):
+            raise ConfigError(
+                f"numerics: expected kernels for {field.replace('_', ' ')}, missing are {', '.join(chosen.missing)}; "
+                f"install the packages that have them, or leave {field} out",
+                field="numerics",
+                expected=f"kernels for {field}",
+                got=chosen.missing,
+            )
+    params = kernel_params(config, params, dtype, numerics)
     return Model(config=config, params=params, numerics=numerics, ops=ops, dtype=dtype)
 
 

@@ -69,7 +69,7 @@ class Model:
     @property
     def cache_form(self) -> CacheForm:
         """How caches are stored unless another form is asked for."""
-        return "plain" if self.ops.paged is None else "ascend"
+        return "plain" if self.ops.paged is None else self.ops.paged.form
 
     def require_form(self, form: CacheForm) -> None:
         """Refuse a form of caches that the kernels do not read, or that cannot hold what the numerics round to.
@@ -91,7 +91,7 @@ class Model:
     def cache_forms(self) -> tuple[CacheForm, ...]:
         """The forms of caches that hold exactly what the model computes."""
         if self.ops.paged is not None:
-            return ("ascend",)
+            return (self.ops.paged.form,)
         fits: list[CacheForm] = ["plain"]
         if self.numerics.kv_qdq and self.numerics.indexer_qdq in (True, "fp8") and self.config.index_head_dim % 2 == 0:
             fits.append("fp4" if self.numerics.indexer_qdq is True else "fp8")

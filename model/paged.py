@@ -63,9 +63,9 @@ def write_rows(layout: KVLayout, metadata: AttentionMetadata, layers: range) -> 
     """
     slots = {"swa": metadata.swa_loc}
     if C4_RATIO in metadata.compressors:
-        c4, entries = metadata.compressors[C4_RATIO], _entry_loc(metadata, C4_RATIO)
+        entries, states = _entry_loc(metadata, C4_RATIO), _state_loc(metadata)
         slots |= {"c4": entries, "index": entries, "index_scale": entries}
-        slots |= {"c4_state": c4.state_loc, "index_state": c4.state_loc}
+        slots |= {"c4_state": states, "index_state": states}
     if C128_RATIO in metadata.compressors:
         c128 = metadata.compressors[C128_RATIO]
         slots |= {"c128": _entry_loc(metadata, C128_RATIO), "c128_state": c128.state_loc}
@@ -82,6 +82,14 @@ def _entry_loc(metadata: AttentionMetadata, ratio: int) -> Tensor:
     """List the slots of closing entries; kernels fill their lists up with the sink."""
     loc = metadata.compressors[ratio].out_loc
     return loc if metadata.tables is None else torch.cat((loc, loc.new_zeros(1)))
+
+
+def _state_loc(metadata: AttentionMetadata) -> Tensor:
+    """List the slots of C4 state that is written, what is carried into banks of the caches included."""
+    own = metadata.compressors[C4_RATIO].state_loc
+    if metadata.tables is None or metadata.tables.compressors[C4_RATIO].ring:
+        return own
+    return torch.cat((own, metadata.tables.compressors[C4_RATIO].carried_to))
 
 
 def paged_attention(

@@ -12,7 +12,7 @@ import attrs
 from torch import Tensor
 
 from ..ops.formats import StoredWeight
-from ..ops.quantize import Int8Weight
+from ..ops.quantize import Int8Weight, MXWeight
 from ..state.values import value
 
 __all__ = [
@@ -27,8 +27,8 @@ __all__ = [
     "Weight",
 ]
 
-Weight = Tensor | Int8Weight | StoredWeight
-"""A matrix that a model may hold as int8, or as a release stores it; only the operators look into it."""
+Weight = Tensor | Int8Weight | MXWeight | StoredWeight
+"""A matrix that a model may hold as int8, in MX blocks, or as a release stores it; only the operators look into it."""
 
 
 @value
@@ -93,7 +93,8 @@ class AttentionParams:
         wkv: float[D,H]. One head; key and value are the same vector.
         kv_norm: float[D].
         attn_sink: f32[N].
-        wo_a: float[G*U,N*D/G]; with Ascend kernels float[G,U,N*D/G], the last two axes in the other order in memory.
+        wo_a: float[G*U,N*D/G]; with Ascend kernels float[G,U,N*D/G], the last two axes in the other order in memory,
+            perhaps in MX blocks.
         wo_b: float[H,G*U].
         compressor: None in ratio-0 layers.
         indexer: None outside ratio-4 layers.
@@ -105,7 +106,7 @@ class AttentionParams:
     wkv: Weight
     kv_norm: Tensor
     attn_sink: Tensor
-    wo_a: Tensor | StoredWeight
+    wo_a: Tensor | MXWeight | StoredWeight
     wo_b: Weight
     compressor: CompressorParams | None
     indexer: IndexerParams | None

@@ -8,9 +8,10 @@ named in ``REFERENCE``. Another table is ``attrs.evolve`` of it, so a fused or d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Final, Literal
 
 import attrs
+import torch
 from torch import Tensor
 
 from ..state.errors import ConfigError
@@ -43,12 +44,22 @@ class PagedOps:
     """Kernels that read and write whole caches by tables of pages; signatures are those of ``ops/ascend/paged.py``.
 
     A kernel table that has them runs its attention sublayer through them (``model/ascend.py``).
+
+    Attributes:
+        form: of the caches, as ``KVLayout.form``.
+        scale_dtype: of the scales of index keys and queries, and of the heads' weights.
     """
 
+    form: Literal["ascend", "packed"]
+    scale_dtype: torch.dtype
     rotate: Kernel
     compress: Kernels2
-    write_rows: Kernel
-    quantize_rows: Kernels2
+    window_slots: Kernel
+    entry_slots: Kernel
+    write_window: Kernel
+    write_entries: Kernel
+    write_keys: Kernels2
+    quantize_query: Kernels2
     index_metadata: Kernel
     pick_entries: Kernel
     attention_metadata: Kernel

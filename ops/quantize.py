@@ -1,7 +1,7 @@
-"""Quantise-dequantise through FP8 and FP4, the Walsh-Hadamard rotation that precedes the latter, and int8 weights.
+"""Quantise-dequantise through FP8 and FP4, the Walsh-Hadamard rotation that precedes the latter, int8 and MX weights.
 
 Source: DeepSeek-V4 ``inference/kernel.py`` (``act_quant``, ``fp4_act_quant``, ``hadamard_transform``); model sheet 2.9,
-2.12.
+2.12; torch-npu ``npu_dynamic_mx_quant`` (MX blocks).
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ __all__ = [
     "FP4_STEPS",
     "FP8_MAX",
     "Int8Weight",
+    "MXWeight",
     "fp4_codes",
     "fp8_codes",
     "hadamard",
     "int8_weight",
+    "mx_weight",
     "power_of_two_scale",
     "power_scale",
     "round_fp4",
@@ -37,6 +39,9 @@ FP4_STEPS: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of e2m1, by code."""
 
 INT8_MAX = 127.0
+MX_BLOCK = 32
+FP8_EXPONENT = 8  # of the largest e4m3 number
+E8M0_BIAS = 127
 
 
 class Int8Weight(NamedTuple):
@@ -66,6 +71,45 @@ def int8_weight(w: Tensor) -> Int8Weight:
     scales = wide.abs().amax(-1) / INT8_MAX
     codes = wide / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)
     return Int8Weight(codes=codes.round().to(torch.int8), scales=scales)
+
+
+class MXWeight(NamedTuple):
+    """A weight as e4m3 codes with a power of two for every 32 inputs (MXFP8); a pytree of two leaves.
+
+    Attributes:
+        codes: fp8[E,F,H].
+        exponents: u8[E,F,C,2]. As e8m0, in pairs of blocks; C is H/64, rounded up.
+    """
+
+    codes: Tensor
+    exponents: Tensor
+
+
+def mx_weight(w: Tensor) -> MXWeight:
+    """Quantise a weight in blocks of 32 inputs.
+
+    A block's power of two is the one below its largest number, divided by that below the largest e4m3 number; what
+    exceeds e4m3 after that is cut.
+
+    Args:
+        w: float[E,F,H].
+    Returns:
+        Codes and exponents.
+    """
+    parts = [_mx_blocks(one) for one in w]  # one after the other: the float32 copy of a layer's experts is large
+    return MXWeight(codes=torch.stack([p.codes for p in parts]), exponents=torch.stack([p.exponents for p in parts]))
+
+
+def _mx_blocks(w: Tensor) -> MXWeight:
+    blocks = _groups(w, MX_BLOCK)
+    amax = blocks.abs().amax(-1)
+    exponent = torch.frexp(amax).exponent - 1 - FP8_EXPONENT
+    exponent = torch.where(amax > 0, exponent, -E8M0_BIAS).clamp(-E8M0_BIAS, E8M0_BIAS)
+    scaled = blocks / torch.ldexp(torch.ones_like(amax), exponent).unsqueeze(-1)
+    codes = scaled.clamp(-FP8_MAX, FP8_MAX).flatten(-2)[..., : w.shape[-1]].to(torch.float8_e4m3fn)
+    stored = (exponent + E8M0_BIAS).to(torch.uint8)
+    pairs = torch.nn.functional.pad(stored, (0, stored.shape[-1] % 2)).unflatten(-1, (-1, 2))
+    return MXWeight(codes=codes.contiguous(), exponents=pairs)
 
 
 def power_of_two_scale(amax: Tensor, limit: float) -> Tensor:

@@ -103,7 +103,7 @@ app = typer.Typer(cls=_Commands, add_completion=False, pretty_exceptions_enable=
 ModelName = Annotated[str, typer.Option("--model", help='"tiny", or the folder of a checkpoint.')]
 Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16; default the checkpoint's own.")]
 Kernels = Annotated[str | None, typer.Option(help="reference, fused or ascend; default the fastest that fits.")]
-Chip = Annotated[str | None, typer.Option(help="a2 or a3; with Ascend kernels.")]
+Chip = Annotated[str | None, typer.Option(help="a2, a3 or a5; with Ascend kernels.")]
 
 
 NumericsName = Annotated[

@@ -19,6 +19,7 @@ _A5: Final = ("a5",)
 _ROWS: Final = 5
 _HIDDEN: Final = 4096
 _E4M3: Final = 292
+_E8M0: Final = 293
 
 
 def _mix(bench: Bench) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -162,6 +163,24 @@ def _grouped_int8(bench: Bench) -> Pair:
     return out, torch.einsum("tk,tkn->tn", x.float(), w.float()[owner]) * channel[owner] * row.unsqueeze(-1)
 
 
+def _grouped_blocks(bench: Bench) -> Pair:
+    x, w, counts = draw(1, 9, 512, dtype=_BF16), draw(2, 4, 256, 512, dtype=_BF16), torch.tensor([2, 0, 4, 3])
+    codes, scale = bench.call("quantize_groups", x=x, dst_type=_E4M3)
+    w_codes, w_scale = bench.call("quantize_groups", x=w, dst_type=_E4M3)
+    given = {"counts": counts, "scale_dtype": _E8M0, "per_token_scale_dtype": _E8M0, "output_dtype": _BF16}
+    (out,) = bench.call(
+        "grouped_matmul", x=[codes], w=[w_codes.mT], scale=[w_scale.transpose(1, 2)], x_scale=[scale], **given
+    )
+    owner = torch.arange(4).repeat_interleave(counts)
+    return out, torch.einsum("tk,tnk->tn", _mx_factors(codes, scale), _mx_factors(w_codes, w_scale)[owner])
+
+
+def _activate_blocks(bench: Bench) -> Pair:
+    x, counts = draw(1, _ROWS, 512, dtype=_BF16) * 4, torch.tensor([2, 3])
+    codes, exponents, _ = bench.call("activate_blocks", x=x, counts=counts, limit=3.0)
+    return _mx_factors(codes, exponents), experts.gate_up(x, 3.0)
+
+
 def _activate(bench: Bench) -> Pair:
     x = draw(1, _ROWS, 1024, dtype=_BF16) * 4
     return bench.call("activate", x=x, limit=3.0), experts.gate_up(x, 3.0)
@@ -237,7 +256,16 @@ ROW_CHECKS: Final[tuple[Check, ...]] = (
     Check(operator="init_routing", case="rows, index and counts", tolerance=0.0, run=_init_routing),
     Check(operator="grouped_matmul", case="bfloat16", tolerance=1e-2, run=_grouped),
     Check(operator="grouped_matmul", case="int8", tolerance=1e-2, run=_grouped_int8),
+    Check(
+        operator="grouped_matmul",
+        case="blocks of 32",
+        tolerance=1e-2,
+        run=_grouped_blocks,
+        chips=_A5,
+        needs=("quantize_groups",),
+    ),
     Check(operator="activate", case="clamped", tolerance=1e-2, run=_activate),
+    Check(operator="activate_blocks", case="clamped, blocks of 32", tolerance=7e-2, run=_activate_blocks, chips=_A5),
     Check(operator="activate_quantised", case="clamped, two groups", tolerance=1e-2, run=_activate_quantised),
     Check(operator="combine_rows", case="three experts a row", tolerance=1e-2, run=_combine),
     Check(operator="quantised_linear", case="int8", tolerance=1e-2, run=_quantised_linear),

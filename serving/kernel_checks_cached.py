@@ -26,6 +26,7 @@ _ROPE: Final = 64
 _HIDDEN: Final = 1024
 _WINDOW: Final = 128
 _PACKED: Final = 640  # bytes of a packed row
+_A5_PICKS: Final = 512  # the only number of picks that the A5's attention is documented for
 
 
 def _write_rows(bench: Bench) -> Pair:
@@ -43,7 +44,8 @@ def _compress(bench: Bench, width: int, ratio: int) -> Pair:
     x = draw(1, length, _HIDDEN, dtype=_BF16)
     wkv, wgate = (draw(seed, coff * width, _HIDDEN, dtype=_BF16) / 32 for seed in (2, 3))
     ape, norm = draw(4, ratio, coff * width), draw(5, width)
-    ring = 8 if ratio == 4 else ratio
+    # The A5 wants a row for every position of a call.
+    ring = coff * ratio + (length - 2 if bench.providers.chip == "a5" else 0)
     state = torch.zeros(3, ring, 2 * coff * width)
     state[..., coff * width :] = -math.inf
     moved = bench.put(state)
@@ -143,8 +145,8 @@ def _picked_scores(scores: Tensor, picks: Tensor) -> Tensor:
     return values.sort(-1, descending=True).values
 
 
-def _attention_case(ratio: int) -> dict[str, Any]:
-    """Two requests that cross pages, one query each."""
+def _attention_case(ratio: int, count: int) -> dict[str, Any]:
+    """Two requests that cross pages, one query each; ``count`` is the room for picks."""
     lengths = [300, 131]
     return {
         "q": draw(1, 2, _HEADS, _WIDTH, dtype=_BF16),
@@ -156,12 +158,13 @@ def _attention_case(ratio: int) -> dict[str, Any]:
         "sinks": draw(4, _HEADS),
         "scale": _WIDTH**-0.5,
         "ratio": ratio,
-        "n_picks": 16 if ratio == 4 else 0,
+        "n_picks": count if ratio == 4 else 0,
     }
 
 
 def _attend(bench: Bench, ratio: int) -> Pair:
-    case = _attention_case(ratio)
+    is_a5 = bench.providers.chip == "a5"
+    case = _attention_case(ratio, _A5_PICKS if is_a5 else 16)
     shared: dict[str, Any] = {
         "query_starts": torch.tensor([0, 1, 2], dtype=_I32),
         "key_lens": torch.tensor(case["lengths"], dtype=_I32),
@@ -169,7 +172,7 @@ def _attend(bench: Bench, ratio: int) -> Pair:
         "window_left": _WINDOW - 1,
     }
     window, entries = case["window"], case["entries"]
-    if bench.providers.chip == "a5":
+    if is_a5:
         shared["rope_width"] = _ROPE
         window, entries = (_packed(bench, rows) for rows in (window, entries))
     metadata = bench.call(
@@ -188,7 +191,7 @@ def _attend(bench: Bench, ratio: int) -> Pair:
     out, _ = bench.call(
         "attend", q=case["q"], sinks=case["sinks"], scale=case["scale"], metadata=metadata, **given, **shared
     )
-    return out, _attended(case, rounded=bench.providers.chip == "a5")
+    return out, _attended(case, rounded=is_a5)
 
 
 def _picks(case: dict[str, Any]) -> Tensor:
@@ -199,11 +202,12 @@ def _picks(case: dict[str, Any]) -> Tensor:
 
 def _packed(bench: Bench, rows: Tensor) -> Tensor:
     """Write rows as the A5 keeps them, with the kernel that does it there."""
-    cache = bench.put(torch.zeros(*rows.shape[:-1], _PACKED, dtype=torch.uint8))
     flat = rows.view(-1, _WIDTH)
+    cache = bench.put(torch.zeros(len(flat), _PACKED, dtype=torch.uint8)).view(torch.float8_e4m3fn)
+    shaped = cache.unsqueeze(1) if bench.provider("write_window") == "vllm-ascend" else cache
     slots = torch.arange(1, len(flat), dtype=_I32)
-    bench.call("write_window", cache=cache, rows=flat[1:].contiguous(), slots=slots)
-    return cache
+    bench.call("write_window", cache=shaped, rows=flat[1:].contiguous(), slots=slots)
+    return cache.view(*rows.shape[:-1], _PACKED)
 
 
 def _attended(case: dict[str, Any], *, rounded: bool) -> Tensor:
@@ -230,11 +234,10 @@ def _read(cache: Tensor, table: Tensor, rows: Any) -> Tensor:
 
 def _write_index(bench: Bench) -> Pair:
     rows, slots = draw(1, 3, _INDEX_WIDTH, dtype=_BF16), torch.tensor([5, 40, 33], dtype=_I32)
-    cache = bench.put(torch.zeros(2, 32, 1, _INDEX_WIDTH).to(torch.float8_e4m3fn))
-    scales = bench.put(torch.zeros(2, 32, 1, 1))
+    cache = bench.put(torch.zeros(64, _INDEX_WIDTH).to(torch.float8_e4m3fn))
+    scales = bench.put(torch.zeros(64, 1))
     bench.call("write_index", cache=cache, scales=scales, rows=rows, slots=slots)
-    kept = (cache.cpu().float() * scales.cpu()).view(-1, _INDEX_WIDTH)
-    return kept, torch.zeros(64, _INDEX_WIDTH).index_copy(0, slots.long(), rows.float())
+    return cache.cpu().float() * scales.cpu(), torch.zeros(64, _INDEX_WIDTH).index_copy(0, slots.long(), rows.float())
 
 
 def _attention_checks() -> tuple[Check, ...]:

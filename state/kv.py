@@ -26,12 +26,15 @@ plain, online        dtype: 1024 bytes    dtype: 256 bytes     ring, online any 
 fp8, fp8-online      FP8: 584 bytes       FP8: 132 bytes       ring, online ``kv_qdq``, ``indexer_qdq="fp8"``
 fp4, fp4-online      FP8: 584 bytes       FP4: 68 bytes        ring, online ``kv_qdq``, ``indexer_qdq=True`` (official)
 ascend               dtype: 1024 bytes    int8: 130 bytes      ring         ``ascend()``, on Ascend kernels
+packed               FP8: 640 bytes       FP8: 132 bytes       ring         ``ascend_a5()``, on Ascend kernels of the A5
 ==================== ==================== ==================== ============ ========================================
 
 An FP8 entry is one row of bytes: e4m3 codes of the channels that do not rotate, the rotary ones in the dtype, a
 power-of-two scale for every 64 codes, zeros up to a multiple of 8. An FP8 key is its codes and an f32 scale, an FP4 key
 two codes a byte (the even channel low) and a power-of-two scale for every 32. Bytes are those of the released models in
-bfloat16. The online state is (weighted sum, sum of weights, largest score) of the group that is open.
+bfloat16. In the packed form the order inside an entry is the kernels', zeros go up to a multiple of 128, and an index
+key's scale lies in a buffer of its own. The online state is (weighted sum, sum of weights, largest score) of the group
+that is open.
 
 Source: SGLang 0.5.23 ``mem_cache/deepseek_v4_memory_pool.py``, ``deepseek_v4_compress_state.py`` (what exists);
 decode-path sheet 4.1, 4.5; model sheet 2.8 (online pooling), 6.4 (sizes of rows).
@@ -60,6 +63,7 @@ __all__ = [
     "CACHE_FORMS",
     "FP4_GROUP",
     "FP8_GROUP",
+    "MAX_BLOCK",
     "CacheForm",
     "KVLayout",
     "KVState",
@@ -73,10 +77,13 @@ C4_RING: Final = 8
 C128_RING: Final = 128
 """State rows per request: the group being filled."""
 
-CacheForm = Literal["plain", "online", "fp8", "fp8-online", "fp4", "fp4-online", "ascend"]
-"""How caches are stored; those of Ascend kernels are read by tables of pages."""
+CacheForm = Literal["plain", "online", "fp8", "fp8-online", "fp4", "fp4-online", "ascend", "packed"]
+"""How caches are stored; those of Ascend kernels, the last two, are read by tables of pages."""
 
-CACHE_FORMS: Final[tuple[CacheForm, ...]] = ("plain", "online", "fp8", "fp8-online", "fp4", "fp4-online", "ascend")
+CACHE_FORMS: Final[tuple[CacheForm, ...]] = (
+    *("plain", "online", "fp8", "fp8-online", "fp4", "fp4-online"),
+    *("ascend", "packed"),
+)
 
 FP8_GROUP: Final = 64
 """Channels that share a scale in rounded window and attention entries."""
@@ -86,6 +93,9 @@ FP4_GROUP: Final = 32
 
 _ALIGNMENT: Final = 8
 """Rows of bytes are padded to a multiple of this."""
+
+_PACKED_ALIGNMENT: Final = 128
+"""The same for Ascend kernels of the A5."""
 
 BLOCK_ROWS: Final = 16
 """Ascend kernels take cache blocks of a multiple of this many rows."""
@@ -141,6 +151,11 @@ class KVLayout:
         n_open = length % C128_RATIO
         return row * self.c128_ring + np.arange(min(n_open, self.c128_ring))
 
+    @property
+    def is_paged(self) -> bool:
+        """Whether the readers are Ascend kernels, which read by tables of pages."""
+        return self.form in ("ascend", "packed")
+
     @classmethod
     def of(
         cls, config: Config, sizes: PoolSizes, form: CacheForm = "plain", dtype: torch.dtype = torch.float32
@@ -151,7 +166,7 @@ class KVLayout:
             ConfigError: the kernels that read them do not take such pages.
         """
         step = BLOCK_ROWS * C4_RATIO
-        if form == "ascend" and (sizes.page_size % step or sizes.page_size > MAX_BLOCK):
+        if form in ("ascend", "packed") and (sizes.page_size % step or sizes.page_size > MAX_BLOCK):
             raise ConfigError(
                 f"page_size: expected a multiple of {step}, at most {MAX_BLOCK}, for Ascend kernels, got "
                 f"{sizes.page_size}; 128 is what production uses",
@@ -170,7 +185,7 @@ class KVLayout:
         """Layers that a buffer holds."""
         if name == "swa":
             return len(self.kinds)
-        if name == "index_scale" and self.form != "ascend":
+        if name == "index_scale" and not self.is_paged:
             return 0
         return self.kinds.count(C128_RATIO if name.startswith("c128") else C4_RATIO)
 
@@ -205,7 +220,7 @@ class KVLayout:
         """Names of the buffers that a layer writes."""
         ratio = self.kinds[layer]
         if ratio == C4_RATIO:
-            scales = ("index_scale",) if self.form == "ascend" else ()
+            scales = ("index_scale",) if self.is_paged else ()
             return ("swa", "c4", "index", *scales, "c4_state", "index_state")
         return ("swa", "c128", "c128_state") if ratio == C128_RATIO else ("swa",)
 
@@ -249,8 +264,11 @@ def row_specs(
     """
     width, keys, tail = config.head_dim, config.index_head_dim, config.qk_rope_head_dim
     entry, key = (width, dtype), (keys, key_dtype or dtype)
+    n_bytes = width - tail + tail * dtype.itemsize + -(-(width - tail) // FP8_GROUP)
+    if form == "packed":
+        entry = (-(-n_bytes // _PACKED_ALIGNMENT) * _PACKED_ALIGNMENT, torch.uint8)
+        key = (keys, torch.uint8)
     if form.startswith(("fp8", "fp4")):
-        n_bytes = width - tail + tail * dtype.itemsize + -(-(width - tail) // FP8_GROUP)
         entry = (-(-n_bytes // _ALIGNMENT) * _ALIGNMENT, torch.uint8)
         fp8, fp4 = keys + torch.float32.itemsize, -(-keys // 2) + -(-keys // FP4_GROUP)
         key = (fp8 if form.startswith("fp8") else fp4, torch.uint8)
@@ -265,6 +283,8 @@ def row_specs(
     }
     if form == "ascend":
         specs |= {"index": (keys, torch.int8), "index_scale": (1, torch.float16)}
+    if form == "packed":
+        specs |= {"index_scale": (1, torch.float32)}
     return specs
 
 

@@ -198,7 +198,7 @@ def live_rows(ledger: Ledger, holding: Holding) -> Mapping[str, Ints]:
         "swa": holding.windows[request.evicted_len :],
         "c4": entries,
         "index": entries,
-        **({"index_scale": entries} if ledger.state.kv.layout.form == "ascend" else {}),
+        **({"index_scale": entries} if ledger.state.kv.layout.is_paged else {}),
         "c128": holding.sidecar[groups // C128_PAGE] * C128_PAGE + groups % C128_PAGE,
         "c4_state": ring,
         "index_state": ring,

@@ -66,7 +66,11 @@ class Numerics:
             "normalised" after the division, with scores in the dtype too; False not at all.
         clamp_shared_expert: apply ``swiglu_limit`` to the shared expert as well (the first official upload did not).
         int8_weights: round linear and expert weights to int8 by output channel, and the rows that meet them to int8 by
-            row (W8A8); with Ascend kernels only.
+            row (W8A8); with Ascend kernels of the A2 and A3 only.
+        mx_output: round the grouped output projection, weight and rows, through e4m3 with a power of two for every 32
+            channels (MXFP8); with Ascend kernels of the A5 only.
+        mx_experts: round the routed experts' weights and the rows that meet them likewise; with Ascend kernels of the
+            A5 only.
         invariant: compute every row in an order that does not depend on which rows or chunks it came with, so that
             results are equal bit for bit over batch, row place and chunking.
         entry_norm_rounding: round window and compressed entries to the dtype between their norm and their rotation.
@@ -98,6 +102,8 @@ class Numerics:
     )
     clamp_shared_expert: bool = attrs.field(default=True, validator=_SWITCH)
     int8_weights: bool = attrs.field(default=False, validator=_SWITCH)
+    mx_output: bool = attrs.field(default=False, validator=_SWITCH)
+    mx_experts: bool = attrs.field(default=False, validator=_SWITCH)
     invariant: bool = attrs.field(default=False, validator=_SWITCH)
     entry_norm_rounding: bool = attrs.field(default=True, validator=_SWITCH)
     rotary_rounding: bool = attrs.field(default=False, validator=_SWITCH)
@@ -159,6 +165,16 @@ class Numerics:
             int8_weights: as above; these chips have no FP8.
         """
         return cls(indexer_hadamard=True, int8_weights=int8_weights)
+
+    @classmethod
+    def ascend_a5(cls, *, mx_output: bool = True, mx_experts: bool = False) -> Numerics:
+        """Return what Ascend kernels compute on the A5: FP8 caches, index keys rotated (and kept as FP8).
+
+        Args:
+            mx_output: as above; what production does.
+            mx_experts: as above.
+        """
+        return cls(kv_qdq=True, indexer_hadamard=True, mx_output=mx_output, mx_experts=mx_experts)
 
     @classmethod
     def official(cls) -> Numerics:

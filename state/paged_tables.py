@@ -25,12 +25,18 @@ class CompressorTables:
 
     Attributes:
         state_table: i32[B,A]. State row of positions ``start_pos - reach .. ``, reach 8 or 128; the dummy where there
-            is no such token.
+            is no such token. On the A5 i32[B], the bank of every row, in which position p lies at p modulo the ring.
         loc: i32[C]. Slot of every entry that closes, dense.
         first_pos: i64[C]. First position of its group, dense.
         rest: i64[A]. Token rows whose state the kernel does not keep although a cut may need it: the last group of
             every page that a chunk leaves behind.
         rest_loc: i64[A]. Their state slots.
+        ring: rows of a bank where banks are made for this step alone; 0 where the caches are the banks, or on chips
+            without banks.
+        carried: i64[A]. State slots that closing groups need and that are not in the row's bank.
+        carried_to: i64[A]. Where the kernel looks for them, as rows of the banks.
+        saved: i64[A]. What the kernel keeps, as rows of banks made for this step; empty otherwise.
+        saved_loc: i64[A]. Where it belongs.
     """
 
     state_table: Tensor
@@ -38,6 +44,11 @@ class CompressorTables:
     first_pos: Tensor
     rest: Tensor
     rest_loc: Tensor
+    ring: int
+    carried: Tensor
+    carried_to: Tensor
+    saved: Tensor
+    saved_loc: Tensor
 
 
 @value

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ..state.batch import AttentionMetadata, ScheduleBatch
 from ..state.capacity import C4_RATIO, C128_PAGE, C128_RATIO
 from ..state.errors import ConfigError
-from ..state.kv import C128_RING, KVLayout
+from ..state.kv import C4_RING, C128_RING, MAX_BLOCK, KVLayout
 from ..state.paged_tables import AscendTables, CompressorTables
 from .metadata import Reader, c4_state_loc, compressor_metadata, token_positions
 
@@ -29,6 +29,8 @@ __all__ = ["ascend_metadata", "ascend_tables"]
 Ints = NDArray[np.int64]
 _REACH = {C4_RATIO: 2 * C4_RATIO, C128_RATIO: C128_RATIO}
 """How far back a group's members lie."""
+
+_NONE = np.empty(0, np.int64)
 
 
 def ascend_metadata(
@@ -92,6 +94,7 @@ def ascend_tables(
         longest=int(batch.seq_lens.max()) if bucket is None else layout.sizes.context,
         # Rows of one token each: an idle row holds the place of one.
         n_tokens=int(batch.extend_lens.sum()) if bucket is None else bucket,
+        bucket=bucket,
     )
     lens = rows.end - rows.start
     ends = np.cumsum(lens) if bucket is None else np.arange(1, bucket + 1)
@@ -128,6 +131,7 @@ class _Rows:
         end: positions after it.
         longest: length that the tables are wide enough for.
         n_tokens: token rows, places of idle rows included.
+        bucket: rows that a decode is padded to, or None.
     """
 
     reader: Reader
@@ -136,6 +140,7 @@ class _Rows:
     end: Ints
     longest: int
     n_tokens: int
+    bucket: int | None
 
     def ints(self, array: Ints) -> torch.Tensor:
         return self.reader.tensor(array.astype(np.int32))
@@ -155,18 +160,25 @@ def _page_tables(rows: _Rows) -> tuple[Ints, Ints, Ints]:
 
 
 def _compressor(rows: _Rows, batch: ScheduleBatch, ratio: int) -> CompressorTables:
-    locs = batch.out_cache_loc_dsv4
+    locs, layout, tensor = batch.out_cache_loc_dsv4, rows.reader.layout, rows.reader.tensor
     out_loc = locs.out_c4_loc if ratio == C4_RATIO else locs.out_c128_loc
     at, positions = token_positions(batch)
     firsts = positions[positions % ratio == ratio - 1] - (ratio - 1)
     size = min(rows.n_tokens, rows.n_tokens // ratio + len(rows.end))
-    rest = _left_behind(rows, batch, at, positions) if ratio == C4_RATIO else np.empty(0, np.int64)
+    rest = _left_behind(rows, batch, at, positions) if ratio == C4_RATIO else _NONE
+    banks = _banks(rows, ratio) if layout.form == "packed" else None
+    table = _state_table(rows, ratio) if banks is None else banks.table
     return CompressorTables(
-        state_table=rows.ints(_state_table(rows, ratio)),
+        state_table=rows.ints(table),
         loc=rows.ints(_padded(out_loc, size)),
-        first_pos=rows.reader.tensor(_padded(firsts, size)),
-        rest=rows.reader.tensor(rest),
-        rest_loc=rows.reader.tensor(_state_loc(rows, ratio, batch.req_pool_indices[at[rest]], positions[rest])),
+        first_pos=tensor(_padded(firsts, size)),
+        rest=tensor(rest),
+        rest_loc=tensor(_state_loc(rows, ratio, batch.req_pool_indices[at[rest]], positions[rest])),
+        ring=0 if banks is None else banks.ring,
+        carried=tensor(_NONE if banks is None else banks.carried),
+        carried_to=tensor(_NONE if banks is None else banks.carried_to),
+        saved=tensor(_NONE if banks is None else banks.saved),
+        saved_loc=tensor(_NONE if banks is None else banks.saved_loc),
     )
 
 
@@ -194,3 +206,88 @@ def _left_behind(rows: _Rows, batch: ScheduleBatch, at: Ints, positions: Ints) -
     page_size = rows.reader.layout.sizes.page_size
     kept_from = batch.seq_lens[at] // C4_RATIO * C4_RATIO - C4_RATIO
     return np.flatnonzero((positions % page_size >= page_size - C4_RATIO) & (positions < kept_from))
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class _Banks:
+    """Where the compressor of the A5 finds and leaves state; fields as in ``CompressorTables``."""
+
+    table: Ints
+    ring: int
+    carried: Ints
+    carried_to: Ints
+    saved: Ints = attrs.field(factory=lambda: _NONE)
+    saved_loc: Ints = attrs.field(factory=lambda: _NONE)
+
+
+def _banks(rows: _Rows, ratio: int) -> _Banks:
+    """Give every row a bank: a part of the caches for one token, a ring of its own for several.
+
+    The kernel wants a ring to have a row for every position of a call, history included. Those of the caches have one
+    for each position of a group or two.
+
+    Raises:
+        ConfigError: more tokens of a row than the largest ring has room for.
+    """
+    most = int((rows.end - rows.start).max(initial=1))
+    if most == 1:
+        return _cached_banks(rows, ratio)
+    ring = _REACH[ratio] + most - 1
+    if ring > MAX_BLOCK:
+        room = MAX_BLOCK - _REACH[ratio] + 1
+        raise ConfigError(
+            f"tokens: expected at most {room} of a request in one step on Ascend A5 kernels, got {most}; feed them in "
+            "chunks (extend_step(limit=...), --chunked-prefill-size)",
+            field="tokens",
+            expected=f"<= {room}",
+            got=most,
+        )
+    row, position = _needed(rows, ratio)
+    kept_row, kept = _grid(rows.end // ratio * ratio - (_REACH[ratio] - ratio), rows.end, rows.start)
+    return _Banks(
+        table=np.arange(1, len(rows.end) + 1),
+        ring=ring,
+        carried=_state_loc(rows, ratio, rows.pool[row], position),
+        carried_to=(row + 1) * ring + position % ring,
+        saved=(kept_row + 1) * ring + kept % ring,
+        saved_loc=_state_loc(rows, ratio, rows.pool[kept_row], kept),
+    )
+
+
+def _cached_banks(rows: _Rows, ratio: int) -> _Banks:
+    """Name banks of the caches: the rows of a request, or of the window page that a token lies in.
+
+    C4 state stays with its window page, so that histories can be cut and shared at pages. What the first group of a
+    page needs of the page before is carried along when it closes. A bucket has a fixed number of places for that.
+    """
+    if ratio == C128_RATIO:
+        return _Banks(table=rows.pool, ring=0, carried=_NONE, carried_to=_NONE)
+    page_size, dummy = rows.reader.layout.sizes.page_size, rows.reader.layout.dummy("c4_state")
+    live = rows.end > 0
+    pages = np.where(live, rows.reader.swa_loc(rows.pool, np.maximum(rows.end - 1, 0)) // page_size, 0)
+    row, position = _needed(rows, ratio)
+    is_before = position // page_size < rows.start[row] // page_size
+    row, position = row[is_before], position[is_before]
+    size = len(row) if rows.bucket is None else rows.bucket * C4_RATIO
+    filling = np.full(size - len(row), dummy)
+    return _Banks(
+        table=pages,
+        ring=0,
+        carried=np.append(_state_loc(rows, ratio, rows.pool[row], position), filling),
+        carried_to=np.append(pages[row] * C4_RING + position % C4_RING, filling),
+    )
+
+
+def _needed(rows: _Rows, ratio: int) -> tuple[Ints, Ints]:
+    """List what groups that close read of earlier steps: (row of the batch, position)."""
+    first = rows.start // ratio * ratio
+    is_closing = rows.end // ratio * ratio > first
+    return _grid(first - (_REACH[ratio] - ratio), np.where(is_closing, rows.start, 0), np.zeros_like(first))
+
+
+def _grid(first: Ints, end: Ints, least: Ints) -> tuple[Ints, Ints]:
+    """List the positions from ``first``, but at least ``least``, up to ``end`` of every row: (row, position)."""
+    first = np.maximum(first, least)
+    lens = np.maximum(end - first, 0)
+    row = np.repeat(np.arange(len(lens)), lens)
+    return row, first[row] + np.arange(len(row)) - (np.cumsum(lens) - lens)[row]

@@ -43,7 +43,7 @@ def forward_batch(
     Raises:
         ConfigError: a bucket that the step does not fit, or for other caches.
     """
-    if bucket is not None and state.kv.layout.form != "ascend":
+    if bucket is not None and not state.kv.layout.is_paged:
         raise ConfigError(
             f"bucket: expected None for caches of the {state.kv.layout.form} form, got {bucket}",
             field="bucket",
@@ -53,7 +53,7 @@ def forward_batch(
     device = state.kv.device
     _, positions = token_positions(batch)
     with read_table(state.table) as tables:
-        if state.kv.layout.form == "ascend":
+        if state.kv.layout.is_paged:
             metadata = ascend_metadata(batch, tables, state.kv.layout, device, bucket=bucket)
         else:
             metadata = attention_metadata(

@@ -5,23 +5,32 @@ its rows to where their experts are (``dispatch_rows``), runs the experts that i
 (``run_experts``) and gets the weighted sums back (``combine_rows``); the first and the last are collective calls, which
 an idle rank must enter too.
 
-Source: SGLang 0.5.23 ``hardware_backend/npu/moe``, vllm-ascend @182b75e ``ops/fused_moe``; kernel sheet 7.2 to 7.4.
+Weights in MX blocks (A5) meet rows quantised in blocks, and the activation quantises its own result. The A5 has no
+clamped activation in floating point; there it is the plain one.
+
+Source: SGLang 0.5.23 ``hardware_backend/npu/moe``, vllm-ascend @182b75e ``ops/fused_moe``; op-plugin
+``torch_npu-npu_grouped_matmul.md``, cann-recipes-infer ``custom-npu_swiglu_group_quant.md``; kernel sheet 7.2 to 7.4.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..quantize import Int8Weight
+from ..experts import gate_up
+from ..quantize import Int8Weight, MXWeight
 from .providers import Providers
 
-__all__ = ["Ranks", "Received", "combine_rows", "dispatch_rows", "experts_here", "run_experts"]
+__all__ = ["E4M3", "Ranks", "Received", "combine_rows", "dispatch_rows", "experts_here", "run_experts"]
 
-Matrices = Tensor | Int8Weight
+Matrices = Tensor | Int8Weight | MXWeight
 """One matrix per expert, [E,out,in]."""
+
+E4M3: Final = 292
+E8M0: Final = 293
+"""Dtypes as torch-npu's operators number those of ACL."""
 
 
 class Ranks(NamedTuple):
@@ -70,14 +79,14 @@ def experts_here(
         x: float[T,H].
         ids: i64[T,K].
         weights: f32[T,K].
-        w13: float[E,2*F,H], or int8.
-        w2: float[E,H,F], or int8.
+        w13: float[E,2*F,H], or int8, or in MX blocks.
+        w2: float[E,H,F], likewise.
         limit: clamp of the SwiGLU.
     Returns:
         f32[T,H].
     Rounding: outputs are weighted after the down projection and summed in f32, then rounded once.
     """
-    n_experts = len(w13.scales if isinstance(w13, Int8Weight) else w13)
+    n_experts = len(w13 if isinstance(w13, Tensor) else w13.codes)
     rows, row_idx, counts, scales = providers["init_routing"](
         x=x.contiguous(),
         ids=ids.int(),
@@ -110,29 +119,49 @@ def run_experts(
         rows: float[A,H], or i8[A,H] for int8 weights.
         scales: f32[A]. Of int8 rows.
         counts: i64[E]. Rows of every expert.
-        w13: float[E,2*F,H], or int8.
-        w2: float[E,H,F], or int8.
+        w13: float[E,2*F,H], or int8, or in MX blocks.
+        w2: float[E,H,F], likewise.
         limit: clamp of the SwiGLU; it always applies.
         dtype: of the result.
     Returns:
         float[A,H].
     """
+    if isinstance(w13, MXWeight):
+        return _run_in_blocks(providers, rows, counts, w13, w2, limit, dtype)
     hidden = _by_expert(providers, rows, scales, w13, counts, dtype)
-    hidden = providers["activate"](x=hidden, limit=limit)
+    if providers.has("activate"):
+        hidden = providers["activate"](x=hidden, limit=limit)
+    else:
+        hidden = gate_up(hidden, limit).to(hidden.dtype)
     if isinstance(w2, Int8Weight):
         hidden, scales = providers["quantize_rows"](x=hidden)
     return _by_expert(providers, hidden, scales, w2, counts, dtype)
 
 
+def _run_in_blocks(
+    providers: Providers, rows: Tensor, counts: Tensor, w13: Matrices, w2: Matrices, limit: float, dtype: torch.dtype
+) -> Tensor:
+    """Run experts whose weights are in MX blocks on rows that are sorted by expert."""
+    codes, exponents = providers["quantize_groups"](x=rows, dst_type=E4M3)
+    hidden = _by_expert(providers, codes, exponents, w13, counts, dtype)
+    codes, exponents, _ = providers["activate_blocks"](x=hidden, counts=counts, limit=limit)
+    return _by_expert(providers, codes, exponents, w2, counts, dtype)
+
+
 def _by_expert(
     providers: Providers, rows: Tensor, scales: Tensor, w: Matrices, counts: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    run = providers["grouped_matmul"]
+    """Multiply every expert's rows by its matrix; ``scales`` are those of the rows, where they are quantised."""
+    factors: dict[str, Any] = {"x": [rows], "counts": counts}
     if isinstance(w, Int8Weight):
-        factors = {"x": [rows], "w": [w.codes.transpose(1, 2)], "scale": [w.scales], "x_scale": [scales]}
-        found: Tensor = run(**factors, counts=counts, output_dtype=dtype)[0]
-        return found
-    y: Tensor = run(x=[rows], w=[w.transpose(1, 2)], counts=counts)[0]
+        factors |= {"w": [w.codes.transpose(1, 2)], "scale": [w.scales], "x_scale": [scales], "output_dtype": dtype}
+    elif isinstance(w, MXWeight):
+        # The exponents keep the order of the codes, pairs of blocks together.
+        factors |= {"w": [w.codes.transpose(1, 2)], "scale": [w.exponents.transpose(1, 2)], "x_scale": [scales]}
+        factors |= {"scale_dtype": E8M0, "per_token_scale_dtype": E8M0, "output_dtype": dtype}
+    else:
+        factors["w"] = [w.transpose(1, 2)]
+    y: Tensor = providers["grouped_matmul"](**factors)[0]
     return y
 
 

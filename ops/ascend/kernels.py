@@ -1,10 +1,10 @@
-"""The operators of the kernel table on Ascend A2 and A3.
+"""The operators of the kernel table on Ascend chips.
 
 Every adapter has the signature of the plain function and calls one kernel, or the few that production calls for it.
 What no installed package has stays the plain function, and so does what production computes plainly: hash routing, the
 head's mix of streams, products with a floating-point weight, the head. Sampling stays plain as well: what its kernel
 does with equal logits is not established, and a seeded choice must not depend on it. Weights of ``Int8Weight`` meet
-rows quantised to int8.
+rows quantised to int8, those of ``MXWeight`` rows quantised in blocks of 32.
 
 Source: SGLang 0.5.23 ``hardware_backend/npu``; kernel sheet 2, 3, 6.4, 7.
 """
@@ -20,15 +20,15 @@ from torch import Tensor
 
 from ...state.errors import ConfigError
 from ..dispatch import REFERENCE, Ops
-from ..linear import linear
-from ..quantize import Int8Weight
-from .experts import experts_here
+from ..linear import grouped_linear, linear
+from ..quantize import Int8Weight, MXWeight
+from .experts import E4M3, experts_here
 from .paged import paged_ops, rotate
 from .providers import Providers
 
-__all__ = ["ascend_ops", "fallbacks", "takes_int8"]
+__all__ = ["ascend_ops", "fallbacks", "takes_int8", "takes_mx_experts", "takes_mx_output"]
 
-BUILT: Final = ("a2", "a3")
+BUILT: Final = ("a2", "a3", "a5")
 """Chips that the adapters are written for."""
 
 
@@ -54,7 +54,7 @@ def ascend_ops(providers: Providers) -> Ops:
     made: dict[str, Callable[..., Any]] = {
         operator: getattr(adapters, operator)
         for operator, needed in (_NEEDS | {"linear": _INT8}).items()
-        if all(providers.has(name) for name in needed)
+        if _has(providers, needed)
     }
     return attrs.evolve(REFERENCE, name="ascend", paged=paged_ops(providers), **made)
 
@@ -67,25 +67,42 @@ _NEEDS: Final[dict[str, tuple[str, ...]]] = {
     "update_streams": ("update_streams",),
     "grouped_linear": ("project_groups",),
     "route_scored": ("route",),
-    "experts": ("init_routing", "grouped_matmul", "activate", "combine_rows"),
+    "experts": ("init_routing", "grouped_matmul", "combine_rows"),
     "expert": ("activate",),
 }
-"""Operator of the kernel table -> the kernels that its adapter calls."""
+"""Operator of the kernel table -> the kernels that its adapter calls; the routed experts do without ``activate``."""
 
 
 _INT8: Final = ("quantize_rows", "quantised_linear")
 """Kernels of products with int8 weights; those with others are plain products."""
 
+_MX: Final = ("quantize_groups", "project_groups")
+_MX_EXPERTS: Final = (*_NEEDS["experts"], "quantize_groups", "activate_blocks")
+"""Kernels of products with weights in MX blocks."""
+
+
+def _has(providers: Providers, needed: tuple[str, ...]) -> bool:
+    return all(providers.has(name) for name in needed)
+
 
 def takes_int8(providers: Providers) -> bool:
     """Tell whether every operator that may meet an int8 weight has its kernels."""
-    needed = (*_INT8, *_NEEDS["experts"], *_NEEDS["expert"])
-    return all(providers.has(name) for name in needed)
+    return providers.chip != "a5" and _has(providers, (*_INT8, *_NEEDS["experts"], *_NEEDS["expert"]))
+
+
+def takes_mx_output(providers: Providers) -> bool:
+    """Tell whether the grouped output projection takes a weight in MX blocks here."""
+    return _has(providers, _MX)
+
+
+def takes_mx_experts(providers: Providers) -> bool:
+    """Tell whether the routed experts take weights in MX blocks here."""
+    return _has(providers, _MX_EXPERTS)
 
 
 def fallbacks(providers: Providers) -> tuple[str, ...]:
     """List the operators of the kernel table that stay plain because no installed package has a kernel for them."""
-    plain = [operator for operator, needed in _NEEDS.items() if not all(providers.has(name) for name in needed)]
+    plain = [operator for operator, needed in _NEEDS.items() if set(needed) & set(providers.missing)]
     return (*plain, *(() if paged_ops(providers) else ("paged attention",)))
 
 
@@ -131,20 +148,33 @@ class _Adapters:
         operator = self.providers["update_streams"]
         given = {"x": y, "residual": streams, "post": post, "comb": comb}
         given = {name: x.contiguous() for name, x in given.items()}
-        if operator.binding.provider != "vllm-ascend":
+        if operator.binding.provider != "vllm-ascend" and self.providers.chip != "a5":
             mixed: Tensor = operator(**given)
             return mixed
-        # This package's operator wants a batch axis in front.
+        # This package's operator, and any on the A5, wants a batch axis in front.
         batched: Tensor = operator(**{name: x.unsqueeze(0) for name, x in given.items()})
         return batched.squeeze(0)
 
-    def grouped_linear(self, x: Tensor, w: Tensor) -> Tensor:
+    def grouped_linear(self, x: Tensor, w: Tensor | MXWeight) -> Tensor:
         """Multiply every group by its own weight; see ``linear.grouped_linear``.
 
-        The kernel wants the weight as [G,D,U]; a weight that is stored so costs no copy.
+        The kernels want the weight as [G,D,U]; a weight that is stored so costs no copy.
         """
-        y: Tensor = self.providers["project_groups"](x=x.contiguous(), w=w.transpose(1, 2).contiguous())
-        return y
+        run = self.providers["project_groups"]
+        if not isinstance(w, MXWeight):
+            if self.providers.chip == "a5":
+                return grouped_linear(x, w)
+            y: Tensor = run(x=x.contiguous(), w=w.transpose(1, 2).contiguous())
+            return y
+        codes, exponents = self.providers["quantize_groups"](x=x.contiguous(), dst_type=E4M3)
+        product: Tensor = run(
+            x=codes,
+            w=w.codes.transpose(1, 2).contiguous(),
+            x_scale=exponents,
+            w_scale=w.exponents.transpose(1, 2).contiguous(),
+            dtype=x.dtype,
+        )
+        return product
 
     def route_scored(self, logits: Tensor, bias: Tensor, count: int, factor: float) -> tuple[Tensor, Tensor]:
         """Choose and weigh experts; see ``router.route_scored``."""
@@ -168,8 +198,8 @@ class _Adapters:
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        w13: Tensor | Int8Weight,
-        w2: Tensor | Int8Weight,
+        w13: Tensor | Int8Weight | MXWeight,
+        w2: Tensor | Int8Weight | MXWeight,
         limit: float,
     ) -> Tensor:
         """Run the experts that were hit; see ``experts.experts_sorted``."""

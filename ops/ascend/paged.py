@@ -2,6 +2,8 @@
 
 Functions of plain tensors. What a kernel writes is an argument that is named so, and is returned. Cumulative lengths
 come in two forms, and the kernels disagree on them: ``query_starts`` has the leading zero, ``query_ends`` has not.
+Caches are in the form of the A2 and A3 here: entries in the model's dtype, index keys int8 with f16 scales. The A5's
+writes are in ``packed.py``.
 
 Source: kernel sheet 3 to 6; cann-recipes-infer @fbc225d ``ops/ascendc/docs``, sgl-kernel-npu @f425bdf
 ``csrc/compressor``.
@@ -13,29 +15,36 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from ..dispatch import PagedOps
+from . import packed
 from .providers import Providers
 
 __all__ = [
-    "PAGED",
     "attend",
     "attention_metadata",
     "compress",
+    "entry_slots",
     "index_metadata",
+    "needed_kernels",
     "paged_ops",
     "pick_entries",
-    "quantize_rows",
+    "quantize_query",
     "rotate",
-    "write_rows",
+    "window_slots",
+    "write_entries",
+    "write_keys",
+    "write_window",
 ]
 
-PAGED: Final = (
-    *("rotate", "compress", "write_rows", "quantize_rows", "index_metadata", "pick_entries", "attention_metadata"),
-    "attend",
-)
-"""Operators that must all be there: they share the form of the caches."""
+_SHARED: Final = ("rotate", "compress", "index_metadata", "pick_entries", "attention_metadata", "attend")
+
+
+def needed_kernels(chip: str) -> tuple[str, ...]:
+    """List the operators that must all be there: they share the form of the caches."""
+    return (*_SHARED, *(packed.KERNELS if chip == "a5" else ("write_rows", "quantize_rows")))
 
 
 def paged_ops(providers: Providers) -> PagedOps | None:
@@ -46,17 +55,24 @@ def paged_ops(providers: Providers) -> PagedOps | None:
     Returns:
         The table, or None where an operator is missing.
     """
-    if not all(providers.has(name) for name in PAGED):
+    if not all(providers.has(name) for name in needed_kernels(providers.chip)):
         return None
 
     def bound(run: Callable[..., Any]) -> Callable[..., Any]:
         return partial(run, providers)
 
+    is_packed = providers.chip == "a5"
     return PagedOps(
+        form="packed" if is_packed else "ascend",
+        scale_dtype=torch.float32 if is_packed else torch.float16,
         rotate=bound(rotate),
         compress=bound(compress),
-        write_rows=bound(write_rows),
-        quantize_rows=bound(quantize_rows),
+        window_slots=packed.slots_of if is_packed else window_slots,
+        entry_slots=packed.slots_of if is_packed else entry_slots,
+        write_window=bound(packed.write_entries) if is_packed else write_window,
+        write_entries=bound(packed.write_entries if is_packed else write_entries),
+        write_keys=bound(packed.write_keys if is_packed else write_keys),
+        quantize_query=bound(packed.quantize_query if is_packed else quantize_query),
         index_metadata=bound(index_metadata),
         pick_entries=bound(pick_entries),
         attention_metadata=bound(attention_metadata),
@@ -101,6 +117,7 @@ def compress(
     query_starts: Tensor,
     used: Tensor,
     start_pos: Tensor,
+    ring: int,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Pool the groups that close and keep the state of those that do not.
@@ -115,10 +132,11 @@ def compress(
         norm: f32[D].
         cos: f32[C,R]. At the first positions of the closing groups, dense.
         sin: f32[C,R].
-        table: i32[B,A]. State rows by position; where there is no token, the dummy.
+        table: i32[B,A]. State rows by position; where there is no token, the dummy. On the A5 i32[B], banks.
         query_starts: i32[B+1].
         used: i32[B]. New tokens of every row; 0 for an idle one.
         start_pos: i32[B]. Position of the first.
+        ring: rows of a bank; 0 for 8 or 128, as the caches have.
         eps: of the norm.
     Returns:
         (entries float[C,D], state): entries dense; rows after the last closing group are undefined.
@@ -128,7 +146,7 @@ def compress(
         x=x,
         wkv=wkv,
         wgate=wgate,
-        state=state.view(-1, ape.shape[0] * wkv.shape[0] // width, state.shape[-1]),
+        state=state.view(-1, ring or ape.shape[0] * wkv.shape[0] // width, state.shape[-1]),
         ape=ape,
         norm=norm,
         cos=cos,
@@ -145,7 +163,30 @@ def compress(
     return entries, state
 
 
-def write_rows(providers: Providers, cache: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
+def window_slots(loc: Tensor) -> Tensor:
+    """Make the list of window slots that ``write_window`` takes: i64[T]."""
+    return loc
+
+
+def entry_slots(loc: Tensor) -> Tensor:
+    """Make the list of entry slots that the writing kernels take: i32[C] -> i64[C,1]."""
+    return loc.long().unsqueeze(-1)
+
+
+def write_window(cache: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
+    """Write rows of the window by index, as production does.
+
+    Args:
+        cache: float[S,D]. Written.
+        slots: i64[T].
+        rows: float[T,D].
+    Returns:
+        ``cache``.
+    """
+    return cache.index_copy_(0, slots, rows)
+
+
+def write_entries(providers: Providers, cache: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
     """Write rows of a cache; none of the slots may be negative.
 
     Args:
@@ -160,7 +201,28 @@ def write_rows(providers: Providers, cache: Tensor, slots: Tensor, rows: Tensor)
     return cache
 
 
-def quantize_rows(providers: Providers, x: Tensor) -> tuple[Tensor, Tensor]:
+def write_keys(
+    providers: Providers, keys: Tensor, scales: Tensor, slots: Tensor, rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Quantise index keys and write codes and scales.
+
+    Args:
+        providers: of the machine.
+        keys: i8[S,J]. Written.
+        scales: f16[S,1]. Written.
+        slots: i64[C,1].
+        rows: float[C,J].
+    Returns:
+        (keys, scales).
+    """
+    codes, factors = quantize_query(providers, rows)
+    return (
+        write_entries(providers, keys, slots, codes),
+        write_entries(providers, scales, slots, factors.unsqueeze(-1)),
+    )
+
+
+def quantize_query(providers: Providers, x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise every row to int8 with a scale of its own.
 
     Args:
@@ -230,9 +292,9 @@ def pick_entries(
 
     Args:
         providers: of the machine.
-        query: i8[T,I,J].
-        query_scale: f16[T,I].
-        keys: i8[C,32,1,J]. Pages.
+        query: i8[T,I,J]; on the A5 e4m3.
+        query_scale: f16[T,I]; on the A5 f32, like the other scales and the weights.
+        keys: i8[C,32,1,J]. Pages; on the A5 the bytes of e4m3 numbers.
         key_scale: f16[C,32,1].
         weights: f16[T,I]. With both scale factors.
         query_ends: i32[B].
@@ -245,7 +307,7 @@ def pick_entries(
     """
     picks: Tensor = providers["pick_entries"](
         query=query,
-        key=keys,
+        key=packed.codes_of(keys),
         weights=weights,
         query_scale=query_scale,
         key_scale=key_scale,
@@ -268,6 +330,7 @@ def attention_metadata(
     ratio: int,
     n_picks: int,
     window: int,
+    rope_width: int,
     max_query: int,
     max_keys: int,
 ) -> Tensor:
@@ -282,6 +345,7 @@ def attention_metadata(
         ratio: tokens per entry; 0 for the window alone.
         n_picks: entries that the indexer picks; 0 where all are read.
         window: W.
+        rope_width: R; what packed rows have beside their codes.
         max_query: most tokens of a row.
         max_keys: longest row.
     Returns:
@@ -300,6 +364,7 @@ def attention_metadata(
         window_left=window - 1,
         has_entries=ratio > 0,
         device=str(key_lens.device),
+        **_packing(providers, rope_width),
     )
     return metadata
 
@@ -319,6 +384,7 @@ def attend(
     metadata: Tensor,
     ratio: int,
     window_size: int,
+    rope_width: int,
     scale: float,
 ) -> Tensor:
     """Attend to window, entries and sink.
@@ -326,7 +392,7 @@ def attend(
     Args:
         providers: of the machine.
         q: float[T,N,D].
-        window: float[C,128,1,D]. Pages.
+        window: float[C,128,1,D]. Pages; on the A5 packed rows, and so are the entries.
         entries: float[C,32,1,D] or float[C,16,1,D]; None for the window alone.
         picks: i32[T,1,P]; None where all visible entries are read.
         sink: f32[N].
@@ -337,6 +403,7 @@ def attend(
         metadata: of ``attention_metadata``.
         ratio: tokens per entry; 0 for the window alone.
         window_size: W; a token sees itself and W - 1 before it.
+        rope_width: R; what packed rows have beside their codes.
         scale: of the dot products.
     Returns:
         float[T,N,D].
@@ -344,7 +411,7 @@ def attend(
     compressed = {"entries": entries, "entry_table": entry_table, "picks": picks}
     out: Tensor = providers["attend"](
         q=q,
-        window=window,
+        window=packed.codes_of(window),
         window_table=window_table,
         query_starts=query_starts,
         key_lens=key_lens,
@@ -353,6 +420,12 @@ def attend(
         scale=scale,
         ratio=ratio or 1,
         window_left=window_size - 1,
-        **{name: x for name, x in compressed.items() if x is not None},
+        **{name: packed.codes_of(x) for name, x in compressed.items() if x is not None},
+        **_packing(providers, rope_width),
     )[0]
     return out
+
+
+def _packing(providers: Providers, rope_width: int) -> dict[str, int]:
+    """Say how rows are packed, to the kernels that take packed ones."""
+    return {"rope_width": rope_width} if providers.chip == "a5" else {}

@@ -285,6 +285,20 @@ BINDINGS: Final[tuple[Binding, ...]] = (
     ),
     _npu("activate", "npu_clipped_swiglu", fixed=_CLAMPED, chips=_A3),
     _plain("activate", "the operator is documented for the A2 and A3 only", chips=_A5),
+    # Not the operators of this name in torch-npu and vllm-ascend: their clamps and dtypes are other arguments.
+    _recipes(
+        "activate_blocks",
+        "npu_swiglu_group_quant",
+        keywords={"counts": "group_index", "limit": "clamp_limit"},
+        fixed={
+            "dst_type": torch.float8_e4m3fn,
+            "quant_mode": 1,
+            "block_size": 32,
+            "round_scale": True,
+            "output_origin": False,
+        },
+        chips=_A5,
+    ),
     _npu(
         "activate_quantised",
         "npu_dequant_swiglu_quant",

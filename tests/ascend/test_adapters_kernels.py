@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from ascend_sim.recorder import Recorder
@@ -13,7 +14,7 @@ from kit.ascend import machine_for
 from purestep.ops import rotary
 from purestep.ops.ascend.kernels import ascend_ops, fallbacks
 from purestep.ops.ascend.paged import paged_ops
-from purestep.ops.ascend.providers import choose_providers, installed_schemas
+from purestep.ops.ascend.providers import CHIPS, choose_providers, installed_schemas
 from purestep.ops.dispatch import REFERENCE, Ops
 from purestep.ops.quantize import Int8Weight, int8_weight
 from purestep.state.errors import ConfigError
@@ -236,9 +237,13 @@ def test_streams_of_the_other_package_get_their_batch_axis() -> None:
 
 
 def test_chips_that_are_not_built() -> None:
-    """The adapters refuse a chip that they are not written for, and say which they are."""
-    with simulate(chip="a5"), pytest.raises(ConfigError, match="a2, a3"):
-        ascend_ops(choose_providers("a5", installed_schemas()))
+    """The adapters are written for every chip that has providers, and refuse any other by name."""
+    for chip in CHIPS:
+        with machine_for(chip=chip):
+            providers = choose_providers(chip, installed_schemas())
+            assert ascend_ops(providers).paged is not None
+            with pytest.raises(ConfigError, match="expected one of a2, a3, a5 for Ascend kernels, got 'a6'"):
+                ascend_ops(attrs.evolve(providers, chip="a6"))
 
 
 def test_adapters_call_their_kernels(ops: Ops) -> None:

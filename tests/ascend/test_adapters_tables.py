@@ -17,7 +17,7 @@ from kit.steps import ENDLESS, bookkeep_decode, bookkeep_extend, examples, fresh
 from purestep.state.batch import CacheLocs, ForwardMode, ScheduleBatch
 from purestep.state.capacity import PoolSizes
 from purestep.state.errors import ConfigError
-from purestep.state.kv import KVLayout
+from purestep.state.kv import CacheForm, KVLayout
 from purestep.state.paged_tables import AscendTables
 from purestep.state.table import read_table
 from purestep.step.ascend import ascend_metadata, ascend_tables
@@ -32,11 +32,11 @@ def listed(tables: Any, name: str) -> Any:
     return getattr(tables, name).tolist()
 
 
-def worked(*, bucket: int | None = None) -> AscendTables:
+def worked(*, bucket: int | None = None, form: CacheForm = "plain") -> AscendTables:
     """Tables of the worked example: rows A, B, C of lengths 10, 7, 20 before the step."""
     sizes = PoolSizes(page_size=128, requests=4, context=256, pages=4, swa_pages=5, c128_pages=4)
     layout = KVLayout.of(MODEL.config, attrs.evolve(sizes, requests=5))
-    layout = attrs.evolve(layout, sizes=sizes)
+    layout = attrs.evolve(layout, sizes=sizes, form=form)
     pages, windows = {1: 1, 2: 2, 3: 3}, {1: 3, 2: 1, 3: 2}
     table = np.zeros((5, 256), np.int64)
     full_to_swa = np.zeros(5 * 128 + 1, np.int64)
@@ -114,10 +114,72 @@ def test_worked_example_padded_to_a_bucket() -> None:
     assert set(t.compressors[4].state_table[3:].flatten().tolist()) == {55}
 
 
+def test_worked_example_on_the_a5() -> None:
+    """Banks instead of rows of state: the window pages for C4, the rows of the request table for C128; idle rows 0."""
+    t = worked(form="packed")
+    assert listed(t.compressors[4], "state_table") == [3, 1, 2]
+    assert listed(t.compressors[128], "state_table") == [1, 2, 3]
+    for own in t.compressors.values():
+        assert own.ring == 0
+        for name in ("carried", "carried_to", "saved", "saved_loc", "rest"):
+            assert listed(own, name) == []
+    padded = worked(bucket=5, form="packed")
+    assert listed(padded.compressors[4], "state_table") == [3, 1, 2, 0, 0]
+    assert listed(padded.compressors[128], "state_table") == [1, 2, 3, 0, 0]
+    # A fixed number of places: from the dummy to itself, where nothing is carried.
+    assert listed(padded.compressors[4], "carried") == listed(padded.compressors[4], "carried_to") == [55] * 20
+
+
+def one_row(prefix: int, seq: int) -> AscendTables:
+    """Tables of one request on row 1 whose pages 1, 2, 3 have the window pages 4, 2, 3, on the A5."""
+    sizes = PoolSizes(page_size=128, requests=4, context=384, pages=4, swa_pages=5, c128_pages=4)
+    layout = attrs.evolve(KVLayout.of(MODEL.config, sizes), form="packed")
+    table, full_to_swa = np.zeros((5, 384), np.int64), np.zeros(5 * 128 + 1, np.int64)
+    for place, window in enumerate((4, 2, 3)):
+        table[1, place * 128 : place * 128 + 128] = (place + 1) * 128 + np.arange(128)
+        full_to_swa[(place + 1) * 128 : (place + 2) * 128] = window * 128 + np.arange(128)
+    tables = {"req_to_token": table.reshape(-1), "full_to_swa": full_to_swa, "sidecar": np.ones(5, np.int64)}
+    slots = table[1, prefix:seq]
+    locs = CacheLocs(
+        out_full_loc=slots,
+        out_swa_loc=full_to_swa[slots],
+        out_c4_loc=slots[slots % 4 == 3] // 4,
+        out_c128_loc=slots[slots % 128 == 127] // 128,
+    )
+    return ascend_tables(schedule(rows=[1], prefix=[prefix], seq=[seq], locs=locs), tables, layout, CPU)
+
+
+@pytest.mark.parametrize("position", [127, 128, 130, 131, 132, 135])
+def test_what_a_page_needs_of_the_one_before(position: int) -> None:
+    """Only the token that closes a page's first group brings the group before it: rows 4 to 7 of the page before."""
+    own = one_row(position, position + 1).compressors[4]
+    assert listed(own, "state_table") == [4 if position < 128 else 2]
+    carried = [[36, 37, 38, 39], [20, 21, 22, 23]] if position == 131 else [[], []]
+    assert [listed(own, "carried"), listed(own, "carried_to")] == carried
+
+
+def test_rings_of_a_step() -> None:
+    """A chunk has a ring with a row for all its positions; what closes comes from the caches and goes back there."""
+    t = one_row(126, 270)
+    c4, c128 = t.compressors[4], t.compressors[128]
+    assert (c4.ring, c128.ring) == (8 + 143, 128 + 143)
+    assert listed(c4, "state_table") == listed(c128, "state_table") == [1]
+    # Positions 120..125 in window page 4; the chunk ends at 270: groups from 264 on are kept, in window page 3.
+    assert listed(c4, "carried") == [32 + p % 8 for p in range(120, 126)]
+    assert listed(c4, "carried_to") == [c4.ring + p for p in range(120, 126)]
+    assert listed(c4, "saved") == [c4.ring + p % c4.ring for p in range(264, 270)]
+    assert listed(c4, "saved_loc") == [24 + p % 8 for p in range(264, 270)]
+    # The last groups of the pages that the chunk leaves behind, as tokens of the chunk; 124 and 125 came before it.
+    assert listed(c4, "rest") == [0, 1, 126, 127, 128, 129]
+    assert listed(c4, "rest_loc") == [38, 39, 20, 21, 22, 23]
+    assert listed(c128, "carried") == [128 + p for p in range(126)]
+    assert listed(c128, "saved_loc") == [128 + p % 128 for p in range(256, 270)]
+
+
 def test_types_of_the_tables() -> None:
     """Tables, lengths and lists are int32 and contiguous; what a gather or scatter takes is int64."""
     t = worked(bucket=5)
-    wide = {"first_pos", "rest", "rest_loc"}
+    wide = {"first_pos", "rest", "rest_loc", "carried", "carried_to", "saved", "saved_loc"}
     for part in (t, *t.compressors.values()):
         for field in attrs.fields(type(part)):
             x = getattr(part, field.name)
@@ -128,7 +190,7 @@ def test_types_of_the_tables() -> None:
 
 @pytest.mark.parametrize("page", [29077, 1 << 20])
 def test_large_pages_do_not_wrap(page: int) -> None:
-    """Pages far out in the pools give the numbers that unbounded integers give, whatever their stride in bytes."""
+    """ASC-01: pages far out in the pools give the numbers that unbounded integers give, whatever their stride."""
     sizes = PoolSizes(page_size=128, requests=1, context=128, pages=page, swa_pages=page, c128_pages=page)
     slots = page * 128 + np.arange(128)
     full_to_swa = _Sparse({int(s): int(s) for s in slots})

@@ -13,9 +13,15 @@ import purestep as ps
 import pytest
 import torch
 from ascend_sim.simulator import simulate
+from kit.ascend import pair_on_machine
+from purestep.model.paged import layer_rows, write_rows
 from purestep.ops.ascend.providers import BINDINGS, Operator, Providers, choose_providers, installed_schemas
 from purestep.serving.kernel_report import CHECKS, run_checks
 from purestep.serving.kernel_table import kernel_rows
+from purestep.state.batch import AttentionMetadata
+from purestep.state.capacity import PoolSizes
+from purestep.state.kv import KVLayout
+from purestep.step.selfcheck import check_output
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -92,8 +98,45 @@ def test_a_layout_is_refused_or_does_not_matter(chip: str, operator: str) -> Non
         assert one.verdict in ("passes", "not run") or "contiguous" in one.detail, one
 
 
-@pytest.mark.parametrize("operator", ["project_groups", "grouped_matmul", "quantised_linear", "attend", "compress"])
-def test_an_inaccurate_kernel_is_told_from_a_right_one(operator: str) -> None:
+@pytest.mark.parametrize("page", [29077, 1 << 20])
+def test_addresses_far_out_in_a_cache(page: int) -> None:
+    """ASC-01: rows of the last of 61 layers lie where unbounded integers put them, in elements and in bytes."""
+    sizes = PoolSizes(page_size=128, requests=2, context=256, pages=page, swa_pages=page, c128_pages=page)
+    layers, width = 61, 577
+    layout = KVLayout(sizes=sizes, kinds=(0,) * layers, places=tuple(range(layers)), form="ascend")
+    buffer = torch.empty(layers * layout.n_slots("swa"), width, dtype=torch.bfloat16, device="meta")
+    rows = layer_rows({"swa": buffer}, layout, "swa", layers - 1)
+    first = (layers - 1) * (page + 1) * 128
+    assert rows.storage_offset() == first * width
+    blocks = rows.view(-1, 128, 1, width)
+    assert blocks.stride(0) * blocks.itemsize == 128 * width * 2
+    assert blocks[page].storage_offset() == (first + page * 128) * width > 2**31
+    metadata = AttentionMetadata(swa_loc=torch.tensor([page * 128 + 5]), compressors={}, singles=None, chunks=())
+    written = write_rows(layout, metadata, range(layers))["swa"]
+    assert written.tolist() == [layer * (page + 1) * 128 + page * 128 + 5 for layer in range(layers)]
+
+
+@pytest.mark.parametrize("broken", ["rms_norm", "update_streams"])
+def test_a_kernel_that_answers_everything_alike(broken: str) -> None:
+    """BAT-09: kernels that make every position equal, or no number, are found by the check at start-up."""
+    with pair_on_machine((0, 128)) as pair:
+        model = pair.kernels
+        check_output(model)
+        for value in (0.0, torch.nan):
+            run = getattr(model.ops, broken)
+            ops = attrs.evolve(model.ops, **{broken: lambda *args, run=run: torch.full_like(run(*args), value)})
+            with pytest.raises(ps.CheckpointError, match="logits"):
+                check_output(attrs.evolve(model, ops=ops))
+
+
+MATERIAL = [
+    *(("a3", name) for name in ("project_groups", "grouped_matmul", "quantised_linear", "attend", "compress")),
+    *(("a5", name) for name in ("project_groups", "grouped_matmul", "attend", "compress", "pick_entries")),
+]
+
+
+@pytest.mark.parametrize(("chip", "operator"), MATERIAL)
+def test_an_inaccurate_kernel_is_told_from_a_right_one(chip: str, operator: str) -> None:
     """ASC-09: results that are off by a twentieth fail the operator's stated tolerance; right ones pass."""
 
     def blurred(result: Any) -> Any:
@@ -102,9 +145,9 @@ def test_an_inaccurate_kernel_is_told_from_a_right_one(operator: str) -> None:
         signs = torch.arange(result.numel()).view(result.shape) % 2 * 2 - 1
         return result + (result.abs().amax() / 20 * signs).to(result.dtype)
 
-    checks = [check for check in CHECKS if check.operator == operator]
-    with simulate():
-        providers = choose_providers("a3", installed_schemas())
+    checks = [check for check in CHECKS if check.operator == operator and chip in check.chips]
+    with simulate(chip=chip):
+        providers = choose_providers(chip, installed_schemas())
         good = run_checks(providers, CPU, checks)
         bad = run_checks(changed(providers, operator, after=blurred), CPU, checks)
     assert {one.verdict for one in good if one.operator == operator} == {"passes"}

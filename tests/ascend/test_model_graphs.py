@@ -14,7 +14,7 @@ from ascend_sim.recorder import HostReadError
 from ascend_sim.rules import SimulatorError
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.ascend import pair_on_machine
+from kit.ascend import CHIPS, on, pair_on_machine
 from kit.graphs import RecordedGraph, RecordingTool
 from kit.steps import ENDLESS, examples, ids_of
 from purestep import invariants as inv
@@ -52,17 +52,18 @@ def close_to(x: Tensor, y: Tensor) -> None:
 
 
 @contextmanager
-def small_model(**changes: Any) -> Iterator[ps.Model]:
+def small_model(chip: str = "a3", **changes: Any) -> Iterator[ps.Model]:
     """A model of two layers on a simulated machine: one of each compressor."""
-    with pair_on_machine((4, 128), **changes) as pair:
+    with pair_on_machine((4, 128), **on(chip), **changes) as pair:
         yield pair.kernels
 
 
+@pytest.mark.parametrize("chip", CHIPS)
 @examples(3)
 @given(lengths=st.lists(st.sampled_from([1, 2, 3, 62, 63, 126, 127]), min_size=1, max_size=3), data=st.data())
-def test_replays_equal_eager_decodes(lengths: list[int], data: st.DataObject) -> None:
+def test_replays_equal_eager_decodes(chip: str, lengths: list[int], data: st.DataObject) -> None:
     """Step by step over the ends of groups and pages, with any of the requests, a replay gives what eager does."""
-    with small_model(window=8) as model:
+    with small_model(chip, window=8) as model:
         state = room(model)
         graphs = capture_decode(model, state, (1, 3), TOOL)
         replayed = eager = fed(model, state, lengths)
@@ -78,9 +79,10 @@ def test_replays_equal_eager_decodes(lengths: list[int], data: st.DataObject) ->
         assert sum(used) == 4
 
 
-def test_padding_changes_no_real_row() -> None:
+@pytest.mark.parametrize("chip", CHIPS)
+def test_padding_changes_no_real_row(chip: str) -> None:
     """The same rows in graphs of 2, 3 and 5 rows, and eagerly, give the same logits and the same cache rows."""
-    with small_model() as model:
+    with small_model(chip) as model:
         state = room(model, 5)
         graphs = capture_decode(model, state, (2, 3, 5), TOOL)
         state = fed(model, state, [127, 3])
@@ -99,9 +101,10 @@ def test_padding_changes_no_real_row() -> None:
                 torch.testing.assert_close(x, y, atol=1.0 if name == "index" else 0.02, rtol=0.02)
 
 
-def test_idle_rows_write_to_sinks_alone() -> None:
+@pytest.mark.parametrize("chip", CHIPS)
+def test_idle_rows_write_to_sinks_alone(chip: str) -> None:
     """A replay with idle rows changes the announced rows and nothing else, state rows of nobody included."""
-    with small_model() as model:
+    with small_model(chip) as model:
         state = room(model)
         graphs = capture_decode(model, state, (4,), TOOL)
         state = fed(model, state, [127])
@@ -122,9 +125,10 @@ def bits(x: Tensor) -> Tensor:
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.itemsize])
 
 
-def test_held_states_replay_again() -> None:
+@pytest.mark.parametrize("chip", CHIPS)
+def test_held_states_replay_again(chip: str) -> None:
     """A graph serves every version of the state: older ones are brought back into the same buffers before a replay."""
-    with small_model() as model:
+    with small_model(chip) as model:
         state = room(model)
         graphs = capture_decode(model, state, (2,), TOOL)
         held = fed(model, state, [126, 5])
@@ -140,9 +144,10 @@ def test_held_states_replay_again() -> None:
         assert inv.digest(held) == mark
 
 
-def test_recycled_pages_after_padded_steps() -> None:
-    """After padded steps and the end of all requests, a request on the recycled pages equals one in a fresh state."""
-    with small_model() as model:
+@pytest.mark.parametrize("chip", CHIPS)
+def test_recycled_pages_after_padded_steps(chip: str) -> None:
+    """BAT-03: after padded steps and the end of all, a request on the recycled pages equals one in a fresh state."""
+    with small_model(chip) as model:
         state = room(model, 2)
         graphs = capture_decode(model, state, (2,), TOOL)
         used = fed(model, state, [130])
@@ -156,9 +161,10 @@ def test_recycled_pages_after_padded_steps() -> None:
             assert torch.equal(one.logits, other.logits)
 
 
-def test_poisoned_sinks_and_idle_rows() -> None:
-    """NaN in every sink changes no bit of a real row, although idle rows look there."""
-    with small_model() as model:
+@pytest.mark.parametrize("chip", CHIPS)
+def test_poisoned_sinks_and_idle_rows(chip: str) -> None:
+    """BAT-01: NaN in every sink changes no bit of a real row, although idle rows look there."""
+    with small_model(chip) as model:
         state = room(model)
         graphs = capture_decode(model, state, (4,), TOOL)
         state = fed(model, state, [127])
@@ -169,7 +175,8 @@ def test_poisoned_sinks_and_idle_rows() -> None:
                 rows = {name: layer_rows(now.kv, name, torch.arange(16).numpy()) for name in ("swa", "c4", "c128")}
                 with now.kv.handle.write(rows) as write:
                     for name, at in rows.items():
-                        write.tensors[name][at] = torch.nan
+                        buffer = write.tensors[name]
+                        buffer[at] = torch.nan if buffer.is_floating_point() else 255  # NaN, packed or not
                 now = attrs.evolve(now, kv=attrs.evolve(now.kv, handle=write.handle))
             for _ in range(2):
                 now, out = graph_decode_step(graphs, model, now)
@@ -178,9 +185,10 @@ def test_poisoned_sinks_and_idle_rows() -> None:
         assert found[0].isfinite().all()
 
 
-def test_idle_rows_have_no_expert_weight() -> None:
+@pytest.mark.parametrize("chip", CHIPS)
+def test_idle_rows_have_no_expert_weight(chip: str) -> None:
     """What joins the experts' outputs gets weight 0 for idle rows, and expert ids that exist."""
-    with small_model() as model:
+    with small_model(chip) as model:
         state = room(model)
         graphs = capture_decode(model, state, (3,), TOOL)
         state = fed(model, state, [5])
@@ -207,6 +215,7 @@ def named(operator: Any, args: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip((a.name for a in operator._schema.arguments), args, strict=False))
 
 
+@pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize(
     ("stale", "check"),
     [
@@ -216,21 +225,21 @@ def named(operator: Any, args: tuple[Any, ...]) -> dict[str, Any]:
         ("swa_loc", "not close"),
     ],
 )
-def test_stale_inputs_are_caught(stale: str, check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_inputs_are_caught(stale: str, check: str, monkeypatch: pytest.MonkeyPatch, chip: str) -> None:
     """A replay over inputs of the step before is caught: the split of the work, the tables, the tokens, the slots."""
     fresh_inputs = step_graphs._inputs
 
     def without(view: ps.ForwardBatch, operands: Any) -> list[Tensor]:
         left_out = {
             "operands": (operands.attention, operands.index),
-            "tables": view.metadata.tables,
+            "tables": (view.metadata.tables, operands.slots),
             "input_ids": view.input_ids,
-            "swa_loc": view.metadata.swa_loc,
+            "swa_loc": (view.metadata.swa_loc, operands.window_slots),
         }[stale]
         hidden = {id(leaf) for leaf in pytree.tree_leaves(left_out)}
         return [x for x in fresh_inputs(view, operands) if id(x) not in hidden]
 
-    with small_model(window=8) as model:
+    with small_model(chip, window=8) as model:
         state = room(model)
         graphs = capture_decode(model, state, (2,), TOOL)
         state = fed(model, state, [9, 6])
@@ -248,11 +257,51 @@ def side_by_side(graphs: step_graphs.DecodeGraphs, model: ps.Model, state: ps.De
         close_to(one.logits, other.logits)
 
 
-def test_nothing_stale_nothing_caught() -> None:
-    """The comparison that finds stale inputs holds for fresh ones."""
-    with small_model(window=8) as model:
+@pytest.mark.parametrize("chip", CHIPS)
+def test_nothing_stale_nothing_caught(chip: str) -> None:
+    """The comparison that finds stale inputs holds for fresh ones, and where a page's first group closes."""
+    with small_model(chip, window=8) as model:
         state = room(model)
-        side_by_side(capture_decode(model, state, (2,), TOOL), model, fed(model, state, [9, 6]))
+        graphs = capture_decode(model, state, (2,), TOOL)
+        for lengths in ([9, 6], [65, 127]):
+            side_by_side(graphs, model, fed(model, state, lengths))
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_captured_texts_do_not_depend_on_their_limit(chip: str) -> None:
+    """BAT-12: replays for 1, 2, 3, 4 or 5 tokens give prefixes of the text that eager decodes give."""
+    with small_model(chip) as model:
+        state = room(model)
+        graphs = capture_decode(model, state, (1,), TOOL)
+
+        def said(most: int, *, replayed: bool) -> list[int]:
+            params = ps.SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=most)
+            now, a = ps.open_request(state, params)
+            now, out = ps.extend_step(model, now, {a: ids_of(9)})
+            text = [*out.next_token_ids]
+            while not out.finished:
+                now, out = graph_decode_step(graphs, model, now) if replayed else ps.decode_step(model, now)
+                text += out.next_token_ids
+            return text
+
+        texts = [said(most, replayed=True) for most in range(1, 6)]
+        assert [len(text) for text in texts] == [1, 2, 3, 4, 5]
+        assert all(text == said(5, replayed=False)[: len(text)] for text in texts)
+        assert graphs.graphs[0].graph.n_replays == 10
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_capture_needs_its_caches(chip: str) -> None:
+    """ASC-07: a capture before there is a state is a typed error that says what comes first; nothing ran until then."""
+
+    def running(*args: Any, **options: Any) -> Tensor:
+        raise AssertionError("a kernel ran")
+
+    with small_model(chip) as model:
+        idle = attrs.evolve(model, ops=attrs.evolve(model.ops, rms_norm=running))
+        for missing in (None, ps.Capacity(requests=1, tokens=64, context=64), room(model).kv):
+            with pytest.raises(ps.ConfigError, match=r"build it with init_state\(model, capacity\) first"):
+                capture_decode(idle, missing, (1,), TOOL)
 
 
 def test_host_reads_in_a_capture_are_caught() -> None:
@@ -268,9 +317,10 @@ def test_host_reads_in_a_capture_are_caught() -> None:
             capture_decode(wrong, room(model), (1,), TOOL)
 
 
-def test_the_captured_region_runs_on_shapes_alone() -> None:
+@pytest.mark.parametrize("chip", CHIPS)
+def test_the_captured_region_runs_on_shapes_alone(chip: str) -> None:
     """Under fake tensors, which have no values, the region runs through and gives logits of the bucket's rows."""
-    with small_model() as model:
+    with small_model(chip) as model:
         state = room(model)
         prepared, batch = ps.prepare_decode(state, only=())
         view = forward_batch(prepared, batch, bucket=3)
@@ -299,9 +349,10 @@ def test_kernels_are_warm_before_they_are_captured() -> None:
         assert runs == [1, 1, 1, 3, 3, 3]
 
 
-def test_a_replay_that_raises_changes_nothing() -> None:
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_replay_that_raises_changes_nothing(chip: str) -> None:
     """The state before a broken replay is what it was, and can be stepped."""
-    with small_model() as model:
+    with small_model(chip) as model:
         state = room(model)
         graphs = capture_decode(model, state, (1,), TOOL)
         state = fed(model, state, [3])

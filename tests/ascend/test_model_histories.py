@@ -10,18 +10,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.ascend import pair_on_machine
+from kit.ascend import CHIPS, on, pair_on_machine
 from kit.steps import ENDLESS, examples, ids_of
 from kit.twins import Twins
 from purestep import invariants as inv
 from purestep.step.release import layer_rows
 
 
-@examples(6)
+@pytest.mark.parametrize("chip", CHIPS)
+@examples(4)
 @given(data=st.data(), seed=st.integers(0, 5))
-def test_any_operations_agree(data: st.DataObject, seed: int) -> None:
+def test_any_operations_agree(chip: str, data: st.DataObject, seed: int) -> None:
     """Whatever is opened, fed, decoded, forked, cut, retracted or closed, both models stay together."""
-    with pair_on_machine(seed=seed, window=8) as pair:
+    with pair_on_machine(seed=seed, window=8, **on(chip)) as pair:
         twins = Twins.fresh(pair, requests=3, context=400)
         live: dict[int, int] = {}
         for _ in range(data.draw(st.integers(3, 8))):
@@ -59,12 +60,14 @@ def test_any_operations_agree(data: st.DataObject, seed: int) -> None:
             assert inv.check(twins.kernels) == ()
         if live:
             twins.extend({i: [11] for i in live})
+        twins.compare_caches()
 
 
+@pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("n", [64, 128, 192])
-def test_cut_at_a_page_that_a_chunk_ran_over(n: int) -> None:
+def test_cut_at_a_page_that_a_chunk_ran_over(n: int, chip: str) -> None:
     """A history can go on from any page boundary, also from one that lay inside a chunk: its pooling state was kept."""
-    with pair_on_machine((4, 4, 128)) as pair:
+    with pair_on_machine((4, 4, 128), **on(chip)) as pair:
         twins = Twins.fresh(pair)
         a = twins.open()
         twins.extend({a: ids_of(250)})
@@ -72,11 +75,13 @@ def test_cut_at_a_page_that_a_chunk_ran_over(n: int) -> None:
         twins.extend({b: ids_of(70, seed=4)})
         twins.rewind(a, n)
         twins.extend({a: ids_of(9, seed=5), b: [3]})
+        twins.compare_caches()
 
 
-def test_retracted_requests_resume() -> None:
+@pytest.mark.parametrize("chip", CHIPS)
+def test_retracted_requests_resume(chip: str) -> None:
     """A request whose memory was taken back and given to another is fed anew and goes on."""
-    with pair_on_machine() as pair:
+    with pair_on_machine(**on(chip)) as pair:
         twins = Twins.fresh(pair, requests=2, context=256)
         a = twins.open()
         twins.extend({a: ids_of(140)})
@@ -88,9 +93,10 @@ def test_retracted_requests_resume() -> None:
         twins.decode({a: 7, b: 8})
 
 
-def test_recycled_slots_hold_nothing_of_before() -> None:
-    """A request on pages of a closed one equals, to the bit, the same request in a fresh state."""
-    with pair_on_machine() as pair:
+@pytest.mark.parametrize("chip", CHIPS)
+def test_recycled_slots_hold_nothing_of_before(chip: str) -> None:
+    """BAT-03: a request on pages of a closed one equals, to the bit, the same request in a fresh state."""
+    with pair_on_machine(**on(chip)) as pair:
         twins = Twins.fresh(pair, requests=1, context=192)
         a = twins.open()
         used = [twins.extend({a: ids_of(150, seed=8)}), twins.decode({a: 9})]
@@ -103,11 +109,12 @@ def test_recycled_slots_hold_nothing_of_before() -> None:
         assert all(torch.equal(x, y) for x, y in zip(used, fresh, strict=True))
 
 
-@examples(4)
+@pytest.mark.parametrize("chip", CHIPS)
+@examples(3)
 @given(seed=st.integers(0, 99), n=st.integers(1, 140))
-def test_held_states_step_again_to_the_same_bits(seed: int, n: int) -> None:
+def test_held_states_step_again_to_the_same_bits(chip: str, seed: int, n: int) -> None:
     """A state that was stepped already gives the same logits again, and branches do not disturb each other."""
-    with pair_on_machine(seed=seed % 4) as pair:
+    with pair_on_machine(seed=seed % 4, **on(chip)) as pair:
         model = pair.kernels
         state = ps.init_state(model, ps.Capacity(requests=2, tokens=512, context=256), page_size=64)
         state, a = ps.open_request(state, ENDLESS)
@@ -122,9 +129,10 @@ def test_held_states_step_again_to_the_same_bits(seed: int, n: int) -> None:
         assert torch.equal(ps.decode_step(model, again)[1].logits, further.logits)
 
 
-def test_states_are_saved_and_requests_travel(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chip", CHIPS)
+def test_states_are_saved_and_requests_travel(tmp_path: Path, chip: str) -> None:
     """A saved state and an exported request go on to the same bits, int8 keys and their scales included."""
-    with pair_on_machine() as pair:
+    with pair_on_machine(**on(chip)) as pair:
         model = pair.kernels
         state = ps.init_state(model, ps.Capacity(requests=2, tokens=512, context=256), page_size=64)
         state, a = ps.open_request(state, ENDLESS)
@@ -139,13 +147,14 @@ def test_states_are_saved_and_requests_travel(tmp_path: Path) -> None:
         assert torch.equal(out.logits, restored.logits)
         assert torch.equal(out.logits, moved.logits)
         plain = ps.init_state(pair.plain, ps.Capacity(requests=1, tokens=256, context=256), page_size=64)
-        with pytest.raises(ps.CheckpointError, match="caches of the ascend form"):
+        with pytest.raises(ps.CheckpointError, match=r"caches of the (ascend|packed) form"):
             ps.import_request(plain, ps.load_request(tmp_path / "request"))
 
 
-def test_poisoned_sinks_are_not_read() -> None:
-    """NaN in every sink changes no bit of any logits: what a table does not name for a row is never read."""
-    with pair_on_machine() as pair:
+@pytest.mark.parametrize("chip", CHIPS)
+def test_poisoned_sinks_are_not_read(chip: str) -> None:
+    """BAT-01: NaN in every sink changes no bit of any logits: what a table does not name is never read."""
+    with pair_on_machine(**on(chip)) as pair:
         model, found = pair.kernels, []
         for poison in (False, True):
             state = ps.init_state(model, ps.Capacity(requests=2, tokens=512, context=256), page_size=64)
@@ -155,7 +164,8 @@ def test_poisoned_sinks_are_not_read() -> None:
                 rows = {name: layer_rows(kv, name, torch.tensor(at).numpy()) for name, at in slots.items()}
                 with kv.handle.write(rows) as write:
                     for name, at in rows.items():
-                        write.tensors[name][at] = torch.nan
+                        buffer = write.tensors[name]
+                        buffer[at] = torch.nan if buffer.is_floating_point() else 255  # NaN, packed or not
                 state = attrs.evolve(state, kv=attrs.evolve(kv, handle=write.handle))
             state, a = ps.open_request(state, ENDLESS)
             state, b = ps.open_request(state, ENDLESS)
@@ -167,9 +177,10 @@ def test_poisoned_sinks_are_not_read() -> None:
         assert all(torch.equal(x, y) for x, y in zip(found[:4], found[4:], strict=True))
 
 
-def test_greedy_prefixes_do_not_depend_on_the_limit() -> None:
-    """Greedy decoding for 1 to 5 tokens gives prefixes of one text."""
-    with pair_on_machine() as pair:
+@pytest.mark.parametrize("chip", CHIPS)
+def test_greedy_prefixes_do_not_depend_on_the_limit(chip: str) -> None:
+    """BAT-12: greedy decoding for 1 to 5 tokens gives prefixes of one text."""
+    with pair_on_machine(**on(chip)) as pair:
         texts = []
         for n in range(1, 6):
             state = ps.init_state(pair.kernels, ps.Capacity(requests=1, tokens=128, context=128), page_size=64)

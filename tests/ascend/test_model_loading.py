@@ -10,7 +10,7 @@ from pathlib import Path
 import purestep as ps
 import pytest
 import torch
-from kit.ascend import SIZES, machine_for
+from kit.ascend import A5_SIZES, SIZES, machine_for
 from kit.configs import tiny_config
 from kit.steps import ENDLESS, ids_of
 from kit.twins import TOLERANCE, row_errors
@@ -66,7 +66,7 @@ def test_int8_weights_need_their_kernels(folder: Path) -> None:
         assert model.params.layers[0].attn.wq_a.codes.dtype is torch.int8
         assert model.params.layers[1].ffn.w13.codes.dtype is torch.int8
         assert logits_of(model).isfinite().all()
-        with pytest.raises(ps.ConfigError, match="int8 weights need Ascend kernels"):
+        with pytest.raises(ps.ConfigError, match="int8 weights and MX blocks need Ascend kernels"):
             ps.load_model(folder, numerics=numerics)
     with machine_for(without=("npu::npu_quant_matmul",)):
         ps.load_model(folder, kernels="ascend", chip="a3")
@@ -74,15 +74,74 @@ def test_int8_weights_need_their_kernels(folder: Path) -> None:
             ps.load_model(folder, kernels="ascend", chip="a3", numerics=numerics)
 
 
+@pytest.fixture
+def a5_folder(tmp_path: Path) -> Path:
+    """A tiny checkpoint in bfloat16 with groups as wide as the A5's kernels take."""
+    config = tiny_config((0, 4, 128), torch_dtype="bfloat16", **A5_SIZES)
+    write_checkpoint(tmp_path, config, random_tensors(config, 0, torch.bfloat16))
+    return tmp_path
+
+
+def test_the_a5_is_chosen_by_name(a5_folder: Path) -> None:
+    """With chip="a5" the model has packed caches, its own numerics and the grouped weight in MX blocks."""
+    with machine_for(chip="a5"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = ps.load_model(a5_folder, kernels="ascend", chip="a5")
+        assert (model.cache_form, model.cache_forms, model.numerics) == ("packed", ("packed",), ps.Numerics.ascend_a5())
+        assert model.params.layers[0].attn.wo_a.codes.dtype is torch.float8_e4m3fn
+        assert model.params.layers[0].ffn.w13.dtype is torch.bfloat16
+        state = ps.init_state(model, ps.Capacity(requests=1, tokens=128, context=128), page_size=64)
+        kinds = {name: state.kv.handle.spec(name)[1] for name in state.kv.handle.names}
+        assert kinds["swa"] is kinds["c4"] is kinds["c128"] is kinds["index"] is torch.uint8
+        assert kinds["index_scale"] is torch.float32
+        assert state.kv.dtype is torch.bfloat16
+        assert logits_of(model).isfinite().all()
+        blocks = ps.load_model(a5_folder, kernels="ascend", chip="a5", numerics=ps.Numerics.ascend_a5(mx_experts=True))
+        assert blocks.params.layers[1].ffn.w2.codes.dtype is torch.float8_e4m3fn
+        for numerics in (ps.Numerics.ascend(), ps.Numerics.ascend(int8_weights=True)):
+            with pytest.raises(ps.ConfigError, match=r"numerics: expected Numerics.ascend_a5\(\)"):
+                ps.load_model(a5_folder, kernels="ascend", chip="a5", numerics=numerics)
+    with machine_for(), pytest.raises(ps.ConfigError, match=r"numerics: expected Numerics.ascend\(\)"):
+        ps.load_model(a5_folder, kernels="ascend", chip="a3", numerics=ps.Numerics.ascend_a5())
+    for numerics in (ps.Numerics.ascend_a5(mx_output=False, mx_experts=True), ps.Numerics.ascend_a5()):
+        with pytest.raises(ps.ConfigError, match="MX blocks need Ascend kernels"):
+            ps.load_model(a5_folder, numerics=numerics)
+
+
+def test_blocks_need_their_kernels(a5_folder: Path) -> None:
+    """Where the kernels of MX blocks are missing, the default does without, and asking for them is refused."""
+    with machine_for(chip="a5", without=("npu::npu_dynamic_mx_quant",)):
+        with pytest.warns(UserWarning, match="no installed package has Ascend kernels for grouped_linear"):
+            model = ps.load_model(a5_folder, kernels="ascend", chip="a5")
+        assert model.numerics == ps.Numerics.ascend_a5(mx_output=False)
+        assert logits_of(model).isfinite().all()
+        for field in ("mx_output", "mx_experts"):
+            asked = ps.Numerics.ascend_a5(**{"mx_output": False, field: True})
+            with (
+                pytest.warns(UserWarning, match="grouped_linear"),
+                pytest.raises(ps.ConfigError, match=f"missing are .*quantize_groups.*leave {field} out"),
+            ):
+                ps.load_model(a5_folder, kernels="ascend", chip="a5", numerics=asked)
+
+
+def test_groups_that_the_a5_does_not_take(folder: Path) -> None:
+    """Groups of another width than a multiple of 64 are refused, and the error says how to load without blocks."""
+    with machine_for(chip="a5"):
+        with pytest.raises(ps.ConfigError, match=r"multiple of 64 channels, got 32; load with .*mx_output=False"):
+            ps.load_model(folder, kernels="ascend", chip="a5")
+        model = ps.load_model(folder, kernels="ascend", chip="a5", numerics=ps.Numerics.ascend_a5(mx_output=False))
+        assert logits_of(model).isfinite().all()
+
+
 def test_settings_that_do_not_go_together(folder: Path) -> None:
     """A chip without Ascend kernels, these without a chip, another dtype or other numerics are refused by name."""
     with machine_for():
         with pytest.raises(ps.ConfigError, match=r"chip: expected None.*'a3'"):
             ps.load_model(folder, chip="a3")
-        with pytest.raises(ps.ConfigError, match="chip: expected a2 or a3"):
+        with pytest.raises(ps.ConfigError, match="chip: expected a2, a3 or a5"):
             ps.load_model(folder, kernels="ascend")
-        with pytest.raises(ps.ConfigError, match="chip"):
-            ps.load_model(folder, kernels="ascend", chip="a5")
+        with pytest.raises(ps.ConfigError, match="chip: expected one of a2, a3, a5, got 'a4'"):
+            ps.load_model(folder, kernels="ascend", chip="a4")
         with pytest.raises(ps.ConfigError, match=r"dtype: expected torch\.bfloat16"):
             ps.load_model(folder, kernels="ascend", chip="a3", dtype="float32")
         with pytest.raises(ps.ConfigError, match="numerics"):

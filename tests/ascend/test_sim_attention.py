@@ -407,7 +407,7 @@ PACKED = [({"kv_quant_mode": 0}, "kv_quant_mode=1"), ({"tile_size": 0}, "tile_si
 def test_packed_rows_have_one_layout(change: Arguments, rule: str) -> None:
     """The A5's operator and its metadata both refuse another mode, tile or rotary width than the rows have."""
     a = attention_call(history([9], [1], 1))
-    a["ori_kv"] = torch.zeros(*a["ori_kv"].shape[:3], packed_width(WIDTH, ROPE), dtype=torch.uint8)
+    a["ori_kv"] = torch.zeros(*a["ori_kv"].shape[:3], packed_width(WIDTH, ROPE)).to(torch.float8_e4m3fn)
     shared = ("cu_seqlens_q", "seqused_kv", "cmp_ratio", "ori_mask_mode", "cmp_mask_mode", "ori_win_left")
     options = {name: a[name] for name in (*shared, "layout_q", "layout_kv")} | {"has_cmp_kv": False}
     with machine("a5"):
@@ -468,10 +468,11 @@ def test_attention_of_the_a5_reads_packed_rows(seed: int, ratio: int, n: int) ->
     with machine("a5"):
         for name, rows in (("ori_kv", h.window[0]), ("cmp_kv", h.entries[0])):
             if name in a:
-                cache = torch.zeros(*a[name].shape[:3], bytes_per_row, dtype=torch.uint8)
+                shape = (*a[name].shape[:3], bytes_per_row)
+                cache = torch.zeros(shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
                 slots = torch.arange(a[name].shape[1], a[name].shape[1] + len(rows), dtype=I32)
                 if len(rows):
-                    torch.ops.custom.kv_compress_epilog(cache, rows, slots)
+                    torch.ops.custom.kv_compress_epilog(cache.view(-1, bytes_per_row), rows, slots)
                 a[name] = cache
         shared = {k: a[k] for k in ("cu_seqlens_q", "seqused_kv", "cmp_ratio", "ori_win_left", "layout_q")}
         metadata = torch.ops.custom.npu_kv_quant_sparse_attn_sharedkv_metadata(
@@ -482,6 +483,55 @@ def test_attention_of_the_a5_reads_packed_rows(seed: int, ratio: int, n: int) ->
             torch.ops.custom.npu_kv_quant_sparse_attn_sharedkv(**a, **quantised | {"tile_size": 0}, metadata=metadata)
     same = attrs.evolve(h, window=rounded, entries=entries)
     torch.testing.assert_close(out.double(), expected(same, None), atol=0.02, rtol=0.02)
+
+
+def packed_call(n: int, picks: list[int]) -> Arguments:
+    """A call of the A5's attention over zeroed packed rows, ratio 4, one token."""
+    a = attention_call(history([n], [1], 4))
+    for name in ("ori_kv", "cmp_kv"):
+        a[name] = torch.zeros(*a[name].shape[:3], packed_width(WIDTH, ROPE), dtype=torch.uint8).view(
+            torch.float8_e4m3fn
+        )
+    return a | QUANTISED | {"cmp_sparse_indices": torch.tensor([[picks]], dtype=I32)}
+
+
+def packed_metadata(a: Arguments) -> Tensor:
+    """The split of the work of a call."""
+    shared = ("cu_seqlens_q", "seqused_kv", "cmp_ratio", "ori_mask_mode", "cmp_mask_mode", "ori_win_left", "layout_q")
+    options = {name: a[name] for name in (*shared, "layout_kv")} | QUANTISED
+    picks = a["cmp_sparse_indices"].shape[-1]
+    made: Tensor = torch.ops.custom.npu_kv_quant_sparse_attn_sharedkv_metadata(
+        a["q"].shape[1], 1, a["q"].shape[2], cmp_topk=picks, has_cmp_kv=True, **options
+    )
+    return made
+
+
+def test_the_a5_takes_picks_with_the_empty_ones_last() -> None:
+    """Picks in any order are taken, an empty one between them is not, and bytes are no FP8."""
+    with machine("a5"):
+        attend = torch.ops.custom.npu_kv_quant_sparse_attn_sharedkv
+        good = packed_call(20, [3, 0, 2, -1])
+        attend(**good, metadata=packed_metadata(good))
+        bad = packed_call(20, [3, -1, 2, 0])
+        with pytest.raises(SimulatorError, match="the empty ones last"):
+            attend(**bad, metadata=packed_metadata(bad))
+        with pytest.raises(SimulatorError, match="ori_kv of dtype"):
+            attend(**good | {"ori_kv": good["ori_kv"].view(torch.uint8)}, metadata=packed_metadata(good))
+
+
+def test_the_a5_takes_512_picks_and_a_window_of_128_unless_relaxed() -> None:
+    """Documented sizes are required where sizes are strict."""
+    a = packed_call(20, [3, 0, 2, -1])
+    with machine("a5"):
+        metadata = packed_metadata(a)
+    with simulate(chip="a5", heads=HEADS, rope_width=ROPE), pytest.raises(SimulatorError, match="head width"):
+        torch.ops.custom.npu_kv_quant_sparse_attn_sharedkv(**a, metadata=metadata)
+    wide = a | {"q": torch.ones(1, HEADS, 512, dtype=BF16), "rope_head_dim": 64}
+    for name in ("ori_kv", "cmp_kv"):
+        wide[name] = torch.zeros(*a[name].shape[:3], 640, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    for change, rule in (({"ori_win_left": 128}, "ori_win_left among"), ({"ori_win_left": 127}, "number of picks")):
+        with simulate(chip="a5", heads=HEADS), pytest.raises(SimulatorError, match=rule):
+            torch.ops.custom.npu_kv_quant_sparse_attn_sharedkv(**wide | change, metadata=metadata)
 
 
 # --- the indexer ---------------------------------------------------------------------------------------------------

@@ -166,9 +166,11 @@ def table_of(mode: str, w: Weights, state: Tensor, start: list[int], used: list[
 
 
 def state_for(mode: str, w: Weights, n_requests: int) -> Tensor:
-    """A state large enough for a mode: rings, or blocks of 8 rows."""
+    """A state large enough for a mode: rings, or blocks of 8 rows; banks have room for a whole call."""
     if mode[-1] == "1":
         return empty_state(w, 1 + 64 * n_requests, 8)
+    if mode == "custom-2":
+        return empty_state(w, n_requests + 2, 128 + 270 if w.coff == 1 else 8 + 22)
     return empty_state(w, n_requests + 2, 128 if w.coff == 1 else 8)
 
 
@@ -387,8 +389,25 @@ def test_the_a5_refuses_the_tables_of_the_a3() -> None:
         with pytest.raises(SimulatorError, match="one request per bank"):
             invoke("custom-2", arguments | {"state_block_table": shared})
         short = arguments | {"state_cache": arguments["state_cache"][:, :4].contiguous()}
-        with pytest.raises(SimulatorError, match="ring of at least 8"):
-            invoke("custom-2", short | {"state_block_table": torch.arange(1, 4, dtype=I32)})
+        banks = {"state_block_table": torch.arange(1, 4, dtype=I32)}
+        with pytest.raises(SimulatorError, match="rings of 8 to 1024 rows"):
+            invoke("custom-2", short | banks)
+        few = arguments | {"state_cache": arguments["state_cache"][:2].contiguous()}
+        with pytest.raises(SimulatorError, match="at least 3 banks"):
+            invoke("custom-2", few | {"state_block_table": torch.tensor([0, 1, 0], dtype=I32)})
+
+
+@pytest.mark.parametrize(("ratio", "ring"), [(4, 8), (128, 128)])
+def test_rings_have_a_row_for_every_position_of_a_call(ratio: int, ring: int) -> None:
+    """A ring that holds one call's token and the history takes no second token, and one of a row more does."""
+    w = weights(ratio)
+    xs, banks = [draw(0, 2, HIDDEN, dtype=BF16)], torch.tensor([1], dtype=I32)
+    with machine("a5"):
+        invoke("custom-2", step(w, empty_state(w, 2, ring + 1), banks, xs, [5]))
+        with pytest.raises(SimulatorError, match=f"rings of {ring + 1} to 1024 rows"):
+            invoke("custom-2", step(w, empty_state(w, 2, ring), banks, xs, [5]))
+        with pytest.raises(SimulatorError, match="rings of"):
+            invoke("custom-2", step(w, empty_state(w, 2, 1025), banks, xs, [5]))
 
 
 def test_documented_sizes_are_required_unless_relaxed() -> None:

@@ -407,7 +407,7 @@ PLANTED += [
         ("another output", lambda a: {"output_dtype": torch.float32}, "output_dtype among"),
         ("scales of floats", lambda a: {"scale": [torch.ones(3, 8)]}, "scale left out"),
         ("row scales of floats", lambda a: {"per_token_scale": [torch.ones(6)]}, "per_token_scale left out"),
-        ("no output dtype", lambda a: QUANTISED | {"output_dtype": None}, "output_dtype for int8"),
+        ("no output dtype", lambda a: QUANTISED | {"output_dtype": None}, "output_dtype for torch.int8"),
         ("no scale", lambda a: QUANTISED | {"scale": None}, "scale of the weight"),
         ("one scale per expert", lambda a: QUANTISED | {"scale": [torch.ones(3, 1)]}, "scale of shape"),
         ("half scales", lambda a: QUANTISED | {"scale": [torch.ones(3, 8).half()]}, "scale of dtype"),

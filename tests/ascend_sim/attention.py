@@ -1,6 +1,8 @@
 """Attention over shared key/value rows with a sink, and its metadata.
 
-Rules and formulas: kernel sheet 6.1 to 6.3. The A5 form reads packed rows (``packed.py``).
+Rules and formulas: kernel sheet 6.1 to 6.3. The A5 form reads packed rows (``packed.py``); what it takes beyond that,
+after cann/ops-transformer's document of ``npu_kv_quant_sparse_attn_sharedkv``: picks with the empty ones last, and of
+sizes 512 picks and a window of 127 to the left.
 """
 
 from __future__ import annotations
@@ -88,6 +90,7 @@ def _metadata(site: Site, **o: Any) -> Tensor:
 
 def _quantised_options(site: Site, o: dict[str, Any]) -> None:
     if "kv_quant_mode" in o:
+        site.size("ori_win_left", o["ori_win_left"], (127,))
         site.fixed(kv_quant_mode=(o["kv_quant_mode"], 1), tile_size=(o["tile_size"], GROUP))
         site.fixed(rope_head_dim=(o["rope_head_dim"], site.rules.rope_width))
 
@@ -102,7 +105,7 @@ def _cache(site: Site, name: str, cache: Tensor | None, q: Tensor, quantised: bo
         site.require(False, f"{name} to be given", None)
     assert cache is not None, "required above"
     width = packed_width(q.shape[-1], site.rules.rope_width) if quantised else q.shape[-1]
-    site.dtype(name, cache, *((torch.uint8, torch.float8_e4m3fn) if quantised else (q.dtype,)))
+    site.dtype(name, cache, torch.float8_e4m3fn if quantised else q.dtype)
     site.require(
         cache.dim() == 4 and cache.shape[2] == 1 and cache.shape[3] == width,
         f"{name} of shape [pages,block,1,{width}]",
@@ -167,6 +170,11 @@ def _compressed(
         site.absent(cmp_sparse_indices=indices)
     if indices is not None:
         site.tensor("cmp_sparse_indices", indices, torch.int32, (len(q), 1, indices.shape[-1]))
+        if quantised:
+            site.size("the number of picks", indices.shape[-1], (512,))
+            empty = (indices < 0).int()
+            last = torch.equal(empty, empty.sort(-1).values)
+            site.require(last, "cmp_sparse_indices with the empty ones last", indices.tolist())
     return indices, entries, table
 
 

@@ -1,7 +1,8 @@
 """The compressor: pools token groups into entries and keeps the state of open groups.
 
-Rules and formulas: kernel sheet 4.1 to 4.4. Three ways to address the state: blocks of a table (mode 1), a table of
-rows (mode 2 of sgl-kernel-npu), one bank per request (mode 2 of the recipes' package on the A5).
+Rules and formulas: kernel sheet 4.1 to 4.4; cann/ops-transformer ``experimental/attention/compressor`` (rings). Three
+ways to address the state: blocks of a table (mode 1), a table of rows (mode 2 of sgl-kernel-npu), one bank, a ring, per
+request (mode 2 of the recipes' package on the A5).
 """
 
 from __future__ import annotations
@@ -140,11 +141,15 @@ def _explicit(
     return lambda request, position: ids[request][position - spans[request][0] + reach], lambda row: True
 
 
-def _banks(site: Site, table: Tensor, state: Tensor, n: int, reach: int) -> tuple[Locate, Callable[[int], bool]]:
-    """Mode 2 on the A5: one bank, a ring, per request."""
+def _banks(
+    site: Site, table: Tensor, state: Tensor, n: int, reach: int, capacity: int
+) -> tuple[Locate, Callable[[int], bool]]:
+    """Mode 2 on the A5: one bank, a ring, per request; a call's positions, history included, have a row each."""
     n_banks, ring = state.shape[:2]
     table = site.tensor("state_block_table", table, torch.int32, (n,))
-    site.require(ring >= reach, f"a ring of at least {reach} rows", ring)
+    least = reach + max(capacity, 1) - 1
+    site.require(least <= ring <= 1024, f"rings of {least} to 1024 rows", ring)
+    site.require(n_banks >= n, f"at least {n} banks", n_banks)
     site.page_ids("state_block_table", table, n_banks)
     banks = table.tolist()
     live = [bank for bank in banks if bank]
@@ -166,9 +171,9 @@ def _addresses(
     assert table is not None, "required above"
     if mode == 1:
         return _paged(site, table, state, spans)
-    if site.operator.startswith("custom"):
-        return _banks(site, table, state, len(spans), reach)
     capacity = max(end - start for start, end in spans)
+    if site.operator.startswith("custom"):
+        return _banks(site, table, state, len(spans), reach, capacity)
     return _explicit(site, table, state, spans, reach, capacity)
 
 

@@ -1,7 +1,9 @@
 """What the A5 keeps in fp8: packed key/value rows and index keys with their scales.
 
-Rules and layout: kernel sheet 3.3 and 4.5. One packed row holds the values that are not rotary in fp8, the rotary ones
-in bf16, one e8m0 scale per 64 values, and zeros up to a multiple of 128 bytes.
+Rules and layout: kernel sheet 3.3 and 4.5; cann-recipes-infer ``ops/ascendc/docs/custom-npu_kv_compress_epilog.md`` and
+``custom-npu_indexer_compress_epilog.md``. One packed row holds the values that are not rotary in fp8, the rotary ones
+in bf16, one e8m0 scale per 64 values, and zeros up to a multiple of 128 bytes. In which order these parts lie differs
+between releases of the package; only its own kernels read them.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ FP8_MAX = 448.0
 _ALIGN = 128
 _FP8 = torch.float8_e4m3fn
 _E8M0_BIAS = 127
+_SMALLEST = 1e-4  # of a group's largest number, where the kernel looks for its scale
 _POISON = 0xFF  # NaN as fp8, as bf16 and as e8m0
 
 
@@ -40,7 +43,7 @@ def pack_rows(x: Tensor, rope: int) -> Tensor:
     groups = torch.nn.functional.pad(plain.float(), (0, n_groups * GROUP - plain.shape[-1])).view(
         len(x), n_groups, GROUP
     )
-    scale = power_of_two_above(groups.abs().amax(-1) / FP8_MAX)
+    scale = power_of_two_above(groups.abs().amax(-1).clamp(min=_SMALLEST) / FP8_MAX)
     codes = (groups / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).flatten(1)[:, : plain.shape[-1]].to(_FP8)
     exponents = (torch.frexp(scale).exponent - 1 + _E8M0_BIAS).to(torch.uint8)
     row = torch.cat((codes.view(torch.uint8), tail.contiguous().view(torch.uint8), exponents), -1)
@@ -59,20 +62,20 @@ def unpack_rows(rows: Tensor, width: int, rope: int) -> Tensor:
     return torch.cat((values, tail.contiguous().view(torch.bfloat16).float()), -1)
 
 
-def _slots(site: Site, slot_mapping: Tensor, n: int, limit: int, lowest: int) -> Tensor:
+def _slots(site: Site, slot_mapping: Tensor, n: int, limit: int) -> Tensor:
     slots = site.tensor("slot_mapping", slot_mapping, torch.int32, (n,)).long()
-    inside = bool(((slots >= lowest) & (slots < limit)).all())
-    site.require(inside, f"slots in {lowest}..{limit - 1}", slots.tolist())
+    inside = bool(((slots >= -1) & (slots < limit)).all())
+    site.require(inside, f"slots in -1..{limit - 1}", slots.tolist())
     live = slots[slots > 0]
     site.require(len(live.unique()) == len(live), "one writer per slot, but slot 0", slots.tolist())
     return slots
 
 
 def _bytes(site: Site, name: str, cache: Tensor, width: int) -> Tensor:
-    """View a cache as rows of bytes."""
-    site.require(
-        cache.element_size() == 1 and cache.shape[-1] == width, f"{name} of rows of {width} bytes", tuple(cache.shape)
-    )
+    """View a cache as rows of bytes, vllm-ascend's with an axis of heads: u8[S,width]."""
+    site.dtype(name, cache, _FP8)
+    shape = (len(cache), 1, width) if site.operator.startswith("_C_ascend") else (len(cache), width)
+    site.require(tuple(cache.shape) == shape, f"{name} of rows of {width} bytes", tuple(cache.shape))
     return cache.view(torch.uint8).view(-1, width)
 
 
@@ -100,7 +103,7 @@ def _kv_epilog(
     )
     rope = site.rules.rope_width
     cache = _bytes(site, "kv_compress_cache", kv_compress_cache, packed_width(x.shape[1], rope))
-    slots = _slots(site, slot_mapping, len(x), len(cache), -1)
+    slots = _slots(site, slot_mapping, len(x), len(cache))
     cache[slots[slots >= 0]] = pack_rows(x, rope)[slots >= 0]
     if site.rules.poison_dummy and bool((slots == 0).any()):
         cache[0] = _POISON
@@ -120,18 +123,17 @@ def _index_epilog(
     site.dtype("x", x, torch.bfloat16)
     site.require(x.dim() == 2, "x of shape [T,J]", tuple(x.shape))
     site.size("the row width", x.shape[1], (128,))
+    # Scales are rounded to powers of two in the other mode only, whatever round_scale says.
     site.fixed(quant_mode=(quant_mode, 1), scale=(scale, 1.0))
-    site.dtype("indexer_compress_cache", indexer_compress_cache, _FP8)
-    site.dtype("indexer_compress_scale", indexer_compress_scale, torch.float32)
     cache = _bytes(site, "indexer_compress_cache", indexer_compress_cache, x.shape[1])
+    site.tensor("indexer_compress_scale", indexer_compress_scale, torch.float32, (len(cache), 1))
     scales = indexer_compress_scale.view(-1)
-    site.require(len(scales) == len(cache), "one scale per row of the cache", len(scales))
-    slots = _slots(site, slot_mapping, len(x), len(cache), 0)
+    slots = _slots(site, slot_mapping, len(x), len(cache))
     row_scale = x.float().abs().amax(-1) / FP8_MAX
-    row_scale = power_of_two_above(row_scale) if round_scale else row_scale
     codes = torch.where(row_scale.unsqueeze(-1) > 0, x.float() / row_scale.unsqueeze(-1), 0.0)
-    cache[slots] = codes.clamp(-FP8_MAX, FP8_MAX).to(_FP8).view(torch.uint8)
-    scales[slots] = row_scale
+    live = slots >= 0
+    cache[slots[live]] = codes.clamp(-FP8_MAX, FP8_MAX).to(_FP8).view(torch.uint8)[live]
+    scales[slots[live]] = row_scale[live]
     if site.rules.poison_dummy and bool((slots == 0).any()):
         cache[0] = _POISON
         scales[0] = torch.nan

@@ -189,6 +189,7 @@ _DTYPES: Mapping[int, torch.dtype] = {
     44: torch.float8_e8m0fnu,
     291: torch.float8_e5m2,
     292: torch.float8_e4m3fn,
+    293: torch.float8_e8m0fnu,
 }
 
 

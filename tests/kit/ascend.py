@@ -15,12 +15,12 @@ from kit.models import spread
 from purestep.model.initial import init_params
 from purestep.model.leaves import leaves_from_params, params_from_leaves
 from purestep.model.loading import build_model
-from purestep.ops.dispatch import REFERENCE
+from purestep.ops.dispatch import REFERENCE, Ops
 from purestep.ops.experts import gate_up
 from purestep.state.config_reading import config_from_dict
 from torch import Tensor
 
-__all__ = ["Pair", "machine_for", "model_pair", "pair_on_machine"]
+__all__ = ["CHIPS", "Pair", "machine_for", "model_pair", "on", "pair_on_machine"]
 
 SIZES: dict[str, Any] = {
     "hash_layers": 1,
@@ -44,6 +44,18 @@ SIZES: dict[str, Any] = {
 """As small as the kernels allow; every expert is chosen and every entry may be picked, so that no rounding can change a
 choice."""
 
+A5_SIZES = SIZES | {"head_dim": 32}
+"""The same for the A5, whose grouped projection takes multiples of 64 channels."""
+
+
+CHIPS = ("a3", "a5")
+"""The two forms of caches and kernels; the A2 has those of the A3."""
+
+
+def on(chip: str) -> dict[str, Any]:
+    """Arguments of ``pair_on_machine`` for a chip; products in MX blocks, which need more tolerance, left out."""
+    return {"chip": chip, "numerics": ps.Numerics.ascend_a5(mx_output=False) if chip == "a5" else None}
+
 
 @attrs.frozen(eq=False, kw_only=True)
 class Pair:
@@ -59,8 +71,8 @@ class Pair:
 
 
 def machine_for(**options: Any) -> contextlib.AbstractContextManager[Machine]:
-    """Simulate an A3 that takes small models."""
-    return simulate(chip="a3", **{"heads": 4, "strict_sizes": False, "rope_width": SIZES["rope_dim"]} | options)
+    """Simulate a machine that takes small models, an A3 unless told otherwise."""
+    return simulate(**{"chip": "a3", "heads": 4, "strict_sizes": False, "rope_width": SIZES["rope_dim"]} | options)
 
 
 def model_pair(
@@ -68,21 +80,57 @@ def model_pair(
     *,
     seed: int = 0,
     window: int = 128,
-    int8_weights: bool = False,
+    chip: str = "a3",
+    numerics: ps.Numerics | None = None,
     **changes: Any,
 ) -> Pair:
     """Make a pair; call it on a simulated machine."""
-    config = config_from_dict(tiny_config(ratios, window=window, **(SIZES | changes)))
+    sizes = A5_SIZES if chip == "a5" else SIZES
+    config = config_from_dict(tiny_config(ratios, window=window, **(sizes | changes)))
     generator = torch.Generator().manual_seed(seed)
     leaves = leaves_from_params(init_params(config, generator, torch.bfloat16))
     drawn = {path: spread(path, leaf, generator).to(leaf.dtype) for path, leaf in leaves.items()}
     params = params_from_leaves(drawn)
-    numerics = ps.Numerics.ascend(int8_weights=int8_weights)
-    plain = build_model(config, params, kernels="reference", dtype=torch.bfloat16, numerics=ps.Numerics.ascend())
-    return Pair(
-        kernels=build_model(config, params, kernels="ascend", chip="a3", dtype=torch.bfloat16, numerics=numerics),
-        plain=attrs.evolve(plain, ops=EMULATED, numerics=numerics) if int8_weights else plain,
-    )
+    kernels = build_model(config, params, kernels="ascend", chip=chip, dtype=torch.bfloat16, numerics=numerics)
+    chosen = kernels.numerics
+    unrounded = attrs.evolve(chosen, int8_weights=False, mx_output=False, mx_experts=False)
+    plain = build_model(config, params, kernels="reference", dtype=torch.bfloat16, numerics=unrounded)
+    return Pair(kernels=kernels, plain=attrs.evolve(plain, ops=emulated(chosen), numerics=chosen))
+
+
+def emulated(numerics: ps.Numerics) -> Ops:
+    """Plain operators that round what quantised products round, in floating point."""
+    table = attrs.evolve(REFERENCE, name="emulated")
+    if numerics.int8_weights:
+        table = attrs.evolve(table, linear=_linear, expert=_expert, experts=_experts)
+    if numerics.mx_output:
+        table = attrs.evolve(table, grouped_linear=_grouped_linear)
+    if numerics.mx_experts:
+        table = attrs.evolve(table, experts=_experts_in_blocks)
+    return table
+
+
+def _in_blocks(x: Tensor, above: bool = False) -> Tensor:
+    """Round every 32 numbers through e4m3 with a power of two: the one below their largest, or one that holds it."""
+    blocks = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    largest = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    power = torch.ceil(torch.log2(largest.clamp(min=1e-4) / 448)) if above else torch.floor(torch.log2(largest)) - 8
+    codes = (blocks / 2.0**power).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    return (codes * 2.0**power).flatten(-2)[..., : x.shape[-1]]
+
+
+def _grouped_linear(x: Tensor, w: Tensor) -> Tensor:
+    return torch.einsum("...gd,gud->...gu", _in_blocks(x), _in_blocks(w)).to(x.dtype)
+
+
+def _experts_in_blocks(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    for row in range(len(x)):
+        for e, weight in zip(ids[row].tolist(), weights[row].tolist(), strict=True):
+            hidden = (_in_blocks(x[row]) @ _in_blocks(w13[e]).t()).to(x.dtype)
+            hidden = _in_blocks(gate_up(hidden, limit), above=True)
+            out[row] += weight * (hidden @ _in_blocks(w2[e]).t()).to(x.dtype).float()
+    return out
 
 
 def _rounded(x: Tensor) -> Tensor:
@@ -109,12 +157,10 @@ def _experts(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, l
     return out
 
 
-EMULATED = attrs.evolve(REFERENCE, name="emulated", linear=_linear, expert=_expert, experts=_experts)
-"""Plain operators that round what an int8 product rounds, in floating point."""
-
-
 @contextlib.contextmanager
-def pair_on_machine(*args: Any, machine: dict[str, Any] | None = None, **changes: Any) -> Iterator[Pair]:
+def pair_on_machine(
+    *args: Any, chip: str = "a3", machine: dict[str, Any] | None = None, **changes: Any
+) -> Iterator[Pair]:
     """Simulate a machine and make a pair on it."""
-    with machine_for(**(machine or {})):
-        yield model_pair(*args, **changes)
+    with machine_for(chip=chip, **(machine or {})):
+        yield model_pair(*args, chip=chip, **changes)

@@ -94,7 +94,11 @@ def test_a_copy_is_the_same_tensors(tmp_path_factory: Any, raw: dict[str, Any], 
 @pytest.mark.parametrize("dialect", ["official", "modules"])
 def test_names_change_nothing(tmp_path: Path, form: str, dialect: Any) -> None:
     """To transformers' names and back every tensor has its bits again; the draft block goes where it has names."""
-    folder = source_folder(tmp_path / "source", form, RAW | {"torch_dtype": "float32" if form == "f32" else "bfloat16"})
+    raw = RAW | {"torch_dtype": "float32" if form == "f32" else "bfloat16"}
+    plain = kit.random_tensors(raw, 0, torch.bfloat16, mtp=True)
+    # Every expert and each of its matrices gets scales of its own.
+    plain |= {name: t * 2.0 ** (at % 7) for at, (name, t) in enumerate(plain.items()) if ".experts." in name}
+    folder = kit.write_checkpoint(tmp_path / "source", raw, kit.stored_tensors(raw, plain, form))
     stream_checkpoint(tmp_path / "there", folder_source(folder), FORMS[form], dialect=dialect, max_shard_bytes=50_000)
     stream_checkpoint(tmp_path / "back", folder_source(tmp_path / "there"), FORMS[form])
     expected = file_tensors(folder)

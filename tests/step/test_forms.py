@@ -20,7 +20,7 @@ from purestep.state.config import Config
 from purestep.state.config_reading import config_from_dict
 from purestep.state.kv import CACHE_FORMS, CacheForm, KVLayout, row_specs
 
-OWN_FORMS: tuple[CacheForm, ...] = CACHE_FORMS[:-1]
+OWN_FORMS: tuple[CacheForm, ...] = CACHE_FORMS[:-2]
 
 
 def released(name: str) -> Config:
