@@ -16,6 +16,7 @@ from kit.engine import GREEDY, engine_model, random_ids
 from oracle.rounded import OFFICIAL, SGLANG, TRANSFORMERS, VLLM_ASCEND, VLLM_ASCEND_NEWEST, Rules, Sublayers
 from purestep.model.attention import round_index
 from purestep.model.checkpoint import official_tensors
+from purestep.ops.dispatch import FUSED, REFERENCE, Ops
 from purestep.ops.router import route_scored
 from torch import Tensor
 
@@ -195,6 +196,16 @@ def test_index_rows_round_as_the_sheet_says(choice: Any, rule: str, hadamard: bo
         expected = Sublayers(Rules(index=other, hadamard=hadamard), CONFIG, TENSORS).index_row(x.float())
         off = ((got.float() - expected).abs() > 1e-6 * expected.abs()).float().mean()
         assert off < FLIPS if other == rule else off > 0.2
+
+
+@pytest.mark.parametrize("ops", [REFERENCE, FUSED], ids=lambda ops: ops.name)
+def test_a_rounded_query_norm_does_not_depend_on_its_place(ops: Ops) -> None:
+    """Every head has the bits of the restatement wherever it stands, also behind the last full vector of a tensor."""
+    q = torch.randn(300, 1, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = Sublayers(OFFICIAL, CONFIG, TENSORS).query(q.float())
+    for n in (1, 3, 9, 31, 300):
+        got = torch.cat([ops.normalize_query(part, 1e-6, rounding=True) for part in q.split(n)])
+        assert torch.equal(got.float(), expected)
 
 
 def test_index_scores_round_in_the_dtype() -> None:
