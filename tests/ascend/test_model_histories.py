@@ -149,6 +149,8 @@ def test_states_are_saved_and_requests_travel(tmp_path: Path, chip: str) -> None
         plain = ps.init_state(pair.plain, ps.Capacity(requests=1, tokens=256, context=256), page_size=64)
         with pytest.raises(ps.CheckpointError, match=r"caches of the (ascend|packed) form"):
             ps.import_request(plain, ps.load_request(tmp_path / "request"))
+        with pytest.raises(ps.CheckpointError, match=r"caches of the (ascend|packed) form"):
+            ps.restore_state(pair.plain, tmp_path / "state")
 
 
 @pytest.mark.parametrize("chip", CHIPS)

@@ -18,7 +18,7 @@ from purestep.serving.engine import Engine, EngineLimits
 from purestep.state.kv import CACHE_FORMS, CacheForm
 from typer.testing import CliRunner
 
-OWN_FORMS: tuple[CacheForm, ...] = CACHE_FORMS[:-1]
+OWN_FORMS: tuple[CacheForm, ...] = CACHE_FORMS[:-2]
 
 
 def form_model(form: CacheForm) -> ps.Model:
