@@ -31,7 +31,17 @@ CONTRACT = [
 ]
 BESIDES = [
     *("Config", "DecodeState", "ForwardBatch", "KVState", "MHCState", "SamplingState", "ScheduleBatch", "StepOutput"),
-    *("Captured", "Difference", "ExportedRequest", "FedToken", "Request", "Trace", "find_request", "first_difference"),
+    *(
+        "Captured",
+        "Difference",
+        "ExportedRequest",
+        "FedToken",
+        "RankError",
+        "Request",
+        "Trace",
+        "find_request",
+        "first_difference",
+    ),
     *("export_request", "import_request", "load_request", "save_request", "load_run", "save_run", "prepare_extend"),
     *("retract_request", "rewind_request", "trace_step"),
 ]
@@ -81,6 +91,7 @@ def test_error_tree() -> None:
         ps.DtypeError: TypeError,
         ps.CheckpointError: RuntimeError,
         ps.CapacityError: RuntimeError,
+        ps.RankError: RuntimeError,
         ps.StateBusyError: RuntimeError,
     }
     assert all(issubclass(error, ps.PurestepError) and issubclass(error, builtin) for error, builtin in pairs.items())
