@@ -31,9 +31,9 @@ class Ranks:
         mesh: torch's view of them, axes "dp" and "tp"; None where there is one rank.
     """
 
-    parallel: Parallel = Parallel()
-    world: Group = Group()
-    attn: Group = Group()
+    parallel: Parallel = attrs.field(factory=Parallel)
+    world: Group = attrs.field(factory=Group)
+    attn: Group = attrs.field(factory=Group)
     mesh: Any = None
 
     @property

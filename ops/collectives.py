@@ -14,6 +14,7 @@ import attrs
 import torch
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.distributed_c10d import GroupName
 
 from ..state.errors import RankError
 
@@ -32,7 +33,7 @@ class Group:
 
     size: int = 1
     rank: int = 0
-    name: str = ""
+    name: GroupName = attrs.field(default="", converter=GroupName)
 
 
 def all_reduce(x: Tensor, group: Group, op: Literal["sum", "min", "max"] = "sum") -> Tensor:

@@ -65,7 +65,7 @@ class Parallel:
         _require(
             self.ep == n_holders,
             "ep",
-            f'{n_holders} with moe="{self.moe}", tp={self.tp} and dp={self.dp} (experts are dealt to all ranks or none)',
+            f'{n_holders} with moe="{self.moe}", tp={self.tp}, dp={self.dp} (experts are dealt to all ranks or none)',
             self.ep,
         )
         _require(

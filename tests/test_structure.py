@@ -172,6 +172,7 @@ def test_no_ambient_inputs(layer: str) -> None:
     for path in (ROOT / layer).rglob("*.py"):
         text = path.read_text()
         allowed = {"os"} if layer in ("model", "step") else {"threading"} if path.name == "handles.py" else set()
+        allowed |= {"datetime"} if path.name == "ranks.py" else set()  # how long to wait, as torch wants it
         names = {module.split(".")[0] for level, module in _imports(path) if level == 0}
         assert not names & (AMBIENT - allowed), f"{path}: {names & AMBIENT}"
         assert "os.environ" not in text
