@@ -30,11 +30,13 @@ from torch import Tensor
 from ..state.config import Config
 from ..state.config_reading import config_from_dict, config_to_dict
 from ..state.errors import ConfigError, DtypeError, ShapeError
+from .cuts import check_layout, cut_shape, leaf_cuts, piece_parts, placed_experts
 from .header_checks import check_expert_tables, match_tensors
 from .initial import init_params
 from .layout import Kind, Piece, expected_shapes, leaf_shapes, parameter_count, tensor_pieces
 from .leaves import leaves_from_params, params_from_leaves
 from .params import Params
+from .ranks import Ranks
 from .shards import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, Faults, Shards, open_shards, read_json
 
 __all__ = [
@@ -80,7 +82,11 @@ def read_config(folder: str | os.PathLike[str]) -> Config:
 
 
 def read_checkpoint(
-    folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, progress: Progress | None = None
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Config, Params]:
     """Read a checkpoint: ``config.json`` and one safetensors file, or several with an index.
 
@@ -91,15 +97,18 @@ def read_checkpoint(
         dtype: of the weights in the result; by default the one that the configuration names. What the model keeps in
             F32 (mHC, sinks, position and selection biases) is F32 whatever this says.
         progress: called after each tensor with (tensors done, tensors in all, name).
+        ranks: this process's place in a layout; it reads its part of the weights and no other. Default: alone.
     Returns:
         (config, params): the configuration as the file has it, and the weights on the CPU, in memory of their own.
     Raises:
         CheckpointError: files or tensors are missing, damaged, left over, misshapen, quantised or of a wrong type.
-        ConfigError: the configuration is not of a model that purestep can run.
+        ConfigError: the configuration is not of a model that purestep can run, or not in this layout.
         DtypeError: ``dtype`` is not a floating type of at least 16 bits.
     """
     where = Path(folder)
     config = read_config(where)
+    ranks = ranks or Ranks()
+    check_layout(config, ranks.parallel)
     kept = getattr(torch, config.torch_dtype) if dtype is None else dtype
     if kept not in (*_DTYPES, torch.float64):
         raise DtypeError(f"dtype: expected bfloat16, float16, float32 or float64, got {kept}", field="dtype", got=kept)
@@ -110,7 +119,7 @@ def read_checkpoint(
         faults.raise_if_any()
         check_expert_tables(config, pieces, shards, faults)
         faults.raise_if_any()
-        leaves = _read_leaves(config, pieces, shards, kept, progress)
+        leaves = _read_leaves(config, ranks, pieces, shards, kept, progress)
     if shards.strays:
         names = ", ".join(shards.strays[:20])
         warnings.warn(
@@ -118,7 +127,7 @@ def read_checkpoint(
             CheckpointNote,
             stacklevel=2,
         )
-    return config, params_from_leaves(leaves)
+    return config, placed_experts(config, params_from_leaves(leaves), ranks.parallel)
 
 
 def official_tensors(config: Config, params: Params) -> dict[str, Tensor]:
@@ -212,14 +221,16 @@ def _dtype_of(kind: Kind, dtype: torch.dtype) -> torch.dtype:
 
 
 def _read_leaves(
-    config: Config, pieces: list[Piece], shards: Shards, dtype: torch.dtype, progress: Progress | None
+    config: Config, ranks: Ranks, pieces: list[Piece], shards: Shards, dtype: torch.dtype, progress: Progress | None
 ) -> dict[str, Tensor]:
     leaves: dict[str, Tensor] = {}
     shapes = leaf_shapes(config)
     for done, piece in enumerate(pieces, 1):
+        full, cuts = shapes[piece.leaf][0], leaf_cuts(config, ranks, piece.leaf)
         if piece.leaf not in leaves:
-            leaves[piece.leaf] = torch.empty(shapes[piece.leaf][0], dtype=_dtype_of(piece.kind, dtype))
-        leaves[piece.leaf][piece.block].copy_(shards.read(piece.name))
+            leaves[piece.leaf] = torch.zeros(cut_shape(full, cuts), dtype=_dtype_of(piece.kind, dtype))
+        for part, place in piece_parts(full, piece.block, cuts):
+            leaves[piece.leaf][place].copy_(shards.read(piece.name, part))
         if progress is not None:
             progress(done, len(pieces), piece.name)
     return leaves

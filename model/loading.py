@@ -20,8 +20,10 @@ from ..state.numerics import Numerics
 from ..state.parallel import Parallel
 from .ascend import kernel_params
 from .checkpoint import read_checkpoint
+from .fingerprint import fingerprint
 from .model import Model
 from .params import CompressorParams, LayerParams, Params
+from .ranks import Ranks, join_ranks
 from .stop_tokens import stop_tokens
 
 __all__ = ["build_model", "load_model", "model_folder"]
@@ -63,23 +65,25 @@ def load_model(
         kernels: "reference" or "fused", or "ascend", whose packages are then imported; default the fastest that the
             device and the numerics have.
         chip: generation of an Ascend device, "a2" or "a3"; with Ascend kernels, and only with them.
-        parallel: default one rank.
+        parallel: the layout over ranks, each of which calls this and reads its own part of the weights; default one
+            rank. More need ``torch.distributed.init_process_group`` before.
         progress: called as (tensors read, tensors in all, name) while loading.
     Returns:
         The model.
     Raises:
         CheckpointError: parts are missing, damaged or of another model.
-        ConfigError: a setting that this version cannot honour.
+        ConfigError: a setting that this version cannot honour, or a layout of other ranks than there are.
+        RankError: other ranks did not come.
     """
-    parallel = parallel or Parallel()
+    ranks = join_ranks(parallel or Parallel())
     chosen = None if dtype is None else _dtype(dtype)
     folder = model_folder(path)
-    config, params = read_checkpoint(folder, dtype=chosen, progress=progress)
+    config, params = read_checkpoint(folder, dtype=chosen, progress=progress, ranks=ranks)
     tokenizer_file = folder / "tokenizer.json"
     tokenizer = _read_tokenizer(tokenizer_file) if tokenizer_file.is_file() else None
     config = attrs.evolve(config, eos_token_id=stop_tokens(folder, config, tokenizer))
     dtype = chosen or _dtype(config.torch_dtype)
-    model = build_model(config, params, dtype=dtype, numerics=numerics, kernels=kernels, chip=chip)
+    model = build_model(config, params, dtype=dtype, numerics=numerics, kernels=kernels, chip=chip, ranks=ranks)
     return attrs.evolve(model, tokenizer=tokenizer)
 
 
@@ -91,6 +95,7 @@ def build_model(
     numerics: Numerics | None = None,
     kernels: str | None = None,
     chip: str | None = None,
+    ranks: Ranks | None = None,
 ) -> Model:
     """Put a model together from weights in memory.
 
@@ -101,10 +106,19 @@ def build_model(
         numerics: default as in ``load_model``.
         kernels: default as in ``load_model``.
         chip: as in ``load_model``.
+        ranks: this process's place in a layout, whose part ``params`` is; then all ranks call this together.
     Raises:
         ConfigError: settings that do not go together, or operators that are not what was recorded of them.
     """
+    ranks = ranks or Ranks()
     if kernels == "ascend":
+        if ranks.world.size > 1:
+            raise ConfigError(
+                f"parallel: expected one rank with Ascend kernels (they know no layouts), got {ranks.world.size}",
+                field="parallel",
+                expected=1,
+                got=ranks.world.size,
+            )
         return _ascend_model(config, _widened(params), dtype, numerics, chip)
     if chip is not None:
         raise ConfigError(
@@ -120,7 +134,8 @@ def build_model(
     if numerics is None:
         numerics = Numerics.plain() if dtype is torch.float32 else Numerics.official()
     ops: Ops = kernel_table(kernels, params.embed.device.type, invariant=numerics.invariant)
-    return Model(config=config, params=_widened(params), numerics=numerics, ops=ops, dtype=dtype)
+    model = Model(config=config, params=_widened(params), numerics=numerics, ops=ops, dtype=dtype, ranks=ranks)
+    return attrs.evolve(model, fingerprint=fingerprint(model)) if ranks.world.size > 1 else model
 
 
 def _ascend_model(

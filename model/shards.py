@@ -92,9 +92,10 @@ class Shards:
     strays: tuple[str, ...]
     handles: Mapping[str, Any]
 
-    def read(self, name: str) -> Tensor:
-        """Map one tensor; its storage is the file's, so copy what is to be kept."""
-        tensor: Tensor = self.handles[self.headers[name].file].get_tensor(name)
+    def read(self, name: str, part: tuple[slice, ...] | None = None) -> Tensor:
+        """Map one tensor, or a part of it alone; its storage is the file's, so copy what is to be kept."""
+        handle = self.handles[self.headers[name].file]
+        tensor: Tensor = handle.get_tensor(name) if part is None else handle.get_slice(name)[part]
         return tensor
 
 

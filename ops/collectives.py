@@ -33,7 +33,7 @@ class Group:
 
     size: int = 1
     rank: int = 0
-    name: GroupName = attrs.field(default="", converter=GroupName)
+    name: GroupName = attrs.field(default=GroupName(""), converter=GroupName)
 
 
 def all_reduce(x: Tensor, group: Group, op: Literal["sum", "min", "max"] = "sum") -> Tensor:

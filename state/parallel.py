@@ -74,6 +74,12 @@ class Parallel:
             "False with dp_lm_head, whose rows never leave their replica",
             self.lm_head_all_to_all,
         )
+        _require(
+            not self.lm_head_all_to_all or (self.tp == 1 and self.dp > 1),
+            "lm_head_all_to_all",
+            "False, or tp=1 with dp > 1: every rank must own rows of its own",
+            self.lm_head_all_to_all,
+        )
         _require(self.capacity is None or self.moe == "ep", "capacity", 'None without moe="ep"', self.capacity)
         _require(self.capacity is None or self.capacity >= 1, "capacity", "None or at least one row", self.capacity)
         _require(not self.placement or self.moe == "ep", "placement", '() without moe="ep"', self.placement)
