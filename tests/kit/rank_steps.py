@@ -1,14 +1,14 @@
 """What the ranks of a test of whole steps run, and the same in one process to compare with.
 
-A history is a list of steps; a step is one entry for every replica: tokens by request number for an extend, None for a
-decode of everything that runs, () for nothing at all.
+A history is a list of steps; a step is one entry for every replica: ``Feed`` for an extend, None for a decode of
+everything that runs, () for nothing at all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import purestep as ps
@@ -20,9 +20,30 @@ from purestep.model.cuts import cut_params
 from purestep.model.loading import build_model
 from torch import Tensor
 
-__all__ = ["CHOOSING", "Played", "Step", "choosing_model", "part_of", "play", "play_alone", "play_on_ranks"]
+__all__ = [
+    "CHOOSING",
+    "Feed",
+    "Played",
+    "Step",
+    "choosing_model",
+    "part_of",
+    "play",
+    "play_alone",
+    "play_on_ranks",
+    "worst_difference",
+]
 
-Step = Sequence[Mapping[int, Sequence[int]] | tuple[()] | None]
+
+@attrs.frozen
+class Feed:
+    """One extend of one replica: tokens by request number."""
+
+    tokens: Mapping[int, Sequence[int]]
+    sample: bool = True
+    logits: Literal["last", "all"] = "last"
+
+
+Step = Sequence[Feed | tuple[()] | None]
 
 CHOOSING: dict[str, Any] = {
     "heads": 4,
@@ -35,8 +56,6 @@ CHOOSING: dict[str, Any] = {
     "vocab": 33,
 }
 """Sizes that 4 ranks can share, with real choices of experts and entries, and a vocabulary that nothing divides."""
-
-HASHED = {"hash_layers": 1}
 
 
 def choosing_model(ratios: tuple[int, ...] = (0, 4, 128), seed: int = 0, **changes: Any) -> ps.Model:
@@ -67,7 +86,6 @@ def play(
     replica: int,
     params: ps.SamplingParams = ENDLESS,
     *,
-    logits: str = "last",
     capture: Sequence[str] = (),
     requests: int = 3,
 ) -> tuple[ps.DecodeState, Played]:
@@ -81,8 +99,10 @@ def play(
         if given is None:
             state, out = ps.decode_step(model, state, capture=capture)
         else:
-            tokens = dict(given) if given else {}
-            state, out = ps.extend_step(model, state, tokens, logits=logits, capture=capture)  # type: ignore[arg-type]
+            feed = given if isinstance(given, Feed) else Feed({})
+            state, out = ps.extend_step(
+                model, state, dict(feed.tokens), sample=feed.sample, logits=feed.logits, capture=capture
+            )
         outs.append(out)
     return state, Played(
         request_ids=tuple(out.request_ids for out in outs),
@@ -119,3 +139,23 @@ def play_alone(
     own = [step for step in history if step[replica] != ()]
     model = choosing_model(ratios, seed, **(changes or {}))
     return play(model, own, replica, params, **(options or {}))[1]
+
+
+def worst_difference(found: Played, alone: Played) -> float:
+    """Compare what a replica returned with what it returns alone, steps without rows left out.
+
+    Returns:
+        The largest difference of a logit; infinite where requests, tokens or numbers of rows differ.
+    """
+    found_steps, alone_steps = _steps_of(found), _steps_of(alone)
+    if [step[:2] for step in found_steps] != [step[:2] for step in alone_steps]:
+        return torch.inf
+    pairs = [(a[2], b[2]) for a, b in zip(found_steps, alone_steps, strict=True)]
+    if any(a.shape != b.shape for a, b in pairs):
+        return torch.inf
+    return max((float((a - b).abs().max()) for a, b in pairs if a.numel()), default=0.0)
+
+
+def _steps_of(played: Played) -> list[tuple[tuple[int, ...], tuple[int, ...], Tensor]]:
+    steps = zip(played.request_ids, played.tokens, played.logits, strict=True)
+    return [step for step in steps if step[0]]
