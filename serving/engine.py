@@ -1,19 +1,20 @@
 """The engine loop: one task owns the state; steps run in one worker thread, so that the event loop stays responsive.
 
 A turn takes what has happened since the last one, lets the scheduler plan, makes the step, and tells every stream what
-was sampled. Nothing but the current pool is kept. A step that raises leaves the pool as it was; the requests that were
-in it end with the error, all others go on.
+was sampled. While nothing else happens, the next step begins before the streams have heard of the last one. Nothing but
+the current pool is kept. A step that raises leaves the pool
+as it was; the requests that were in it end with the error, all others go on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from math import isnan, lcm
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import attrs
 import torch
@@ -35,6 +36,12 @@ from .scheduler import UNIT, Arrived, Cancelled, Event, Limits, Plan, Rows, Sche
 __all__ = ["Engine", "EngineLimits", "EngineStatus", "Stream"]
 
 _POOL_PAGES: Final = {"full": "free_pages", "window": "free_swa_pages", "C128": "free_c128_pages", "rows": "free_rows"}
+
+_Asked: TypeAlias = tuple[Ask, tuple[int, ...]]
+"""An ask, and the tokens sampled for it so far."""
+
+_MOST_TURNS: Final = 8
+"""Turns after which the worker waits for the event loop, lest it run ahead of a slow one."""
 
 
 @attrs.frozen(kw_only=True)
@@ -343,7 +350,7 @@ class Engine:
     async def _run(self) -> None:
         try:
             while True:
-                await self._one_turn()
+                await self._make_turns()
         except BaseException as error:
             # A fault of the engine's own, or its task was taken away: nobody is left waiting, and status() says so.
             self._failure = _say(error) if self._is_open else None
@@ -353,15 +360,44 @@ class Engine:
             self._replies.clear()
             raise
 
-    async def _one_turn(self) -> None:
+    async def _make_turns(self) -> None:
+        """Send the worker off with what is known now, and take in its turns until it wants to know more."""
         if not self._events and not self._replies:
             self._wake.clear()
             await self._wake.wait()
             self._progress = time.monotonic()
         events, self._events = self._events, []
         asks = {key: (reply.ask, reply.outputs) for key, reply in self._replies.items()}
-        work = asyncio.get_running_loop().run_in_executor(self._worker, self._turn, events, self._pool, asks)
-        self._accept(await asyncio.shield(work))
+        turns: asyncio.Queue[_Turn | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def work() -> None:
+            try:
+                for turn in self._turns(self._scheduler, events, self._pool, asks):
+                    loop.call_soon_threadsafe(turns.put_nowait, turn)
+            finally:
+                loop.call_soon_threadsafe(turns.put_nowait, None)
+
+        done = loop.run_in_executor(self._worker, work)
+        while (turn := await turns.get()) is not None:
+            self._accept(turn)
+        await done
+
+    def _turns(
+        self, scheduler: SchedulerState, events: Sequence[Event], pool: Pool, asks: Mapping[int, _Asked]
+    ) -> Iterator[_Turn]:
+        """Make turns as long as nothing happens but that every request gets its next token; runs in the worker thread.
+
+        The event loop need not be waited for between them: what it would say is known.
+        """
+        for _ in range(_MOST_TURNS):
+            turn = self._turn(scheduler, events, pool, asks)
+            yield turn
+            if turn.is_idle or self._events or any(isinstance(item, Ended) for _, item in turn.said):
+                return
+            scheduler, pool, events = turn.scheduler, turn.pool, ()
+            new = {key: item.token_id for key, item in turn.said if isinstance(item, Sampled)}
+            asks = {key: (ask, (*ids, new[key]) if key in new else ids) for key, (ask, ids) in asks.items()}
 
     def _accept(self, turn: _Turn) -> None:
         """Take over the state after a turn and tell the streams."""
@@ -400,9 +436,11 @@ class Engine:
             ]
             self._wake.set()
 
-    def _turn(self, events: Sequence[Event], pool: Pool, asks: Mapping[int, tuple[Ask, tuple[int, ...]]]) -> _Turn:
+    def _turn(
+        self, scheduler: SchedulerState, events: Sequence[Event], pool: Pool, asks: Mapping[int, _Asked]
+    ) -> _Turn:
         """Plan and make one step; runs in the worker thread and changes nothing of the engine."""
-        scheduler, plan = schedule(self._scheduler, events, pool)
+        scheduler, plan = schedule(scheduler, events, pool)
         said: list[tuple[int, Sampled | Ended]] = [
             (key, Ended(reason="abort")) for key in plan.cancelled if key in asks
         ]
@@ -421,7 +459,7 @@ class Engine:
             raise RuntimeError(f"engine: the state is unsound: {wrong[0]}")
         return turn
 
-    def _stepped(self, turn: _Turn, plan: Plan, asks: Mapping[int, tuple[Ask, tuple[int, ...]]]) -> _Turn:
+    def _stepped(self, turn: _Turn, plan: Plan, asks: Mapping[int, _Asked]) -> _Turn:
         """Make the step of a plan."""
         pool, rows = plan.view, plan.rows
         state, out, logits_of = self._step(plan, asks)
@@ -442,9 +480,7 @@ class Engine:
             fed=sum(find_request(state, pool.ids[key]).kv_len - pool.progress(key).n_cached for key, _ in rows),
         )
 
-    def _step(
-        self, plan: Plan, asks: Mapping[int, tuple[Ask, tuple[int, ...]]]
-    ) -> tuple[Any, StepOutput, dict[int, Tensor]]:
+    def _step(self, plan: Plan, asks: Mapping[int, _Asked]) -> tuple[Any, StepOutput, dict[int, Tensor]]:
         """Make the step of a plan: (state, output, key -> logits of the fed prompt tokens where asked for)."""
         pool = plan.view
         masks: dict[int, Tensor] = {}

@@ -107,16 +107,17 @@ class KVLayout:
     def n_slots(self, name: str) -> int:
         """Slots of a buffer per layer, sink page included."""
         sizes = self.sizes
-        return {
-            "swa": (sizes.swa_pages + 1) * sizes.page_size,
-            "c4": (sizes.pages + 1) * sizes.c4_page,
-            "index": (sizes.pages + 1) * sizes.c4_page,
-            "index_scale": (sizes.pages + 1) * sizes.c4_page,
-            "c128": (sizes.c128_pages + 1) * C128_PAGE,
-            "c4_state": _state_rows(sizes.swa_pages * C4_RING, C4_RING, C4_RATIO),
-            "index_state": _state_rows(sizes.swa_pages * C4_RING, C4_RING, C4_RATIO),
-            "c128_state": _state_rows(sizes.requests * C128_RING, C128_RING, C128_RATIO),
-        }[name]
+        match name:
+            case "swa":
+                return (sizes.swa_pages + 1) * sizes.page_size
+            case "c4" | "index" | "index_scale":
+                return (sizes.pages + 1) * sizes.c4_page
+            case "c128":
+                return (sizes.c128_pages + 1) * C128_PAGE
+            case "c4_state" | "index_state":
+                return _state_rows(sizes.swa_pages * C4_RING, C4_RING, C4_RATIO)
+        assert name == "c128_state", f"no buffer is called {name!r}"
+        return _state_rows(sizes.requests * C128_RING, C128_RING, C128_RATIO)
 
     def dummy(self, name: str) -> int:
         """Slot of the dummy row of a state buffer."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import attrs
 import numpy as np
@@ -47,6 +47,9 @@ Slots: TypeAlias = NDArray[np.int64]
 _Ints: TypeAlias = Sequence[int] | Slots
 _Chain: TypeAlias = tuple[int, Any] | tuple[()]
 """The first page and the rest of the chain, or nothing."""
+
+# Pages start at multiples of the page size, so a slot and its position agree modulo the page size, always.
+_BAD_LAST: Final = "last_locs {} are not the slots before positions {}"
 
 
 @attrs.frozen(eq=False, kw_only=True, repr=False)
@@ -198,17 +201,26 @@ def decode_slots(free: FreeList, lens: _Ints, last_locs: _Ints, page_size: int) 
         ShapeError: when the sequences differ in length.
     """
     old, last = _columns(page_size, lens=lens, last_locs=last_locs)
-    opens = old % page_size == 0
-    _check_last(old, last, ~opens, page_size)
-    free, pages = free.take(int(opens.sum()))
-    slots = last + 1
-    slots[opens] = np.asarray(pages, np.int64) * page_size
+    free, slots, _ = _next_slots(free, old, last, page_size)
     return free, slots
+
+
+def _next_slots(free: FreeList, lens: Slots, last: Slots, page_size: int) -> tuple[FreeList, Slots, Slots]:
+    """Allocate one slot a row: (free, slots, the rows that open a page)."""
+    slots = last + 1
+    opens = lens % page_size == 0
+    wrong = ~opens & (slots % page_size != lens % page_size)
+    assert not wrong.any(), _BAD_LAST.format(last[wrong], lens[wrong])
+    opening = opens.nonzero()[0]
+    if len(opening):  # a decode seldom opens a page
+        free, pages = free.take(len(opening))
+        slots[opening] = np.asarray(pages, np.int64) * page_size
+    return free, slots, opening
 
 
 def extend_slots(
     free: FreeList, prefix_lens: _Ints, seq_lens: _Ints, last_locs: _Ints, page_size: int
-) -> tuple[FreeList, tuple[Slots, ...], tuple[tuple[int, ...], ...]]:
+) -> tuple[FreeList, Slots, tuple[tuple[int, ...], ...]]:
     """Allocate the slots of positions ``[prefix_lens[i], seq_lens[i])`` for every row, in batch order.
 
     Args:
@@ -218,26 +230,29 @@ def extend_slots(
         last_locs: i64[B]. Slot of position ``prefix_lens[i] - 1``; anything where the prefix ends with its page.
         page_size: slots in a page.
     Returns:
-        (free, slots, new_pages): the remaining pages; for every row a new int64 array of its slots, and the pages
-        that it opened, both in the order of its positions.
+        (free, slots, new_pages): the remaining pages; i64[T], a new array of the slots of all rows, one row after the
+        other; for every row the pages that it opened. Both in the order of positions.
     Raises:
         CapacityError: when there are fewer free pages than all rows open together.
         ShapeError: when the sequences differ in length.
     """
     prefix, total, last = _columns(page_size, prefix_lens=prefix_lens, seq_lens=seq_lens, last_locs=last_locs)
-    assert bool(np.all(total >= prefix)), f"extend_slots: seq_lens {seq_lens} below prefix_lens {prefix_lens}"
-    _check_last(prefix, last, (prefix % page_size != 0) & (total > prefix), page_size)
-    if not np.any(total > prefix):
-        return free, tuple(np.empty(0, np.int64) for _ in total), ((),) * len(total)
-    if np.all(total - prefix == 1):
-        free, single = decode_slots(free, prefix, last, page_size)
-        opened = tuple((slot // page_size,) if slot % page_size == 0 else () for slot in single.tolist())
-        return free, tuple(single.reshape(-1, 1)), opened
+    sizes = total - prefix
+    assert not (sizes < 0).any(), f"extend_slots: seq_lens {seq_lens} below prefix_lens {prefix_lens}"
+    if not sizes.any():
+        return free, np.empty(0, np.int64), ((),) * len(total)
+    if (sizes == 1).all():
+        free, single, opening = _next_slots(free, prefix, last, page_size)
+        opened: list[tuple[int, ...]] = [()] * len(single)
+        for row in opening.tolist():
+            opened[row] = (int(single[row]) // page_size,)
+        return free, single, tuple(opened)
+    wrong = (prefix % page_size != 0) & (sizes > 0) & ((last + 1) % page_size != prefix % page_size)
+    assert not wrong.any(), _BAD_LAST.format(last[wrong], prefix[wrong])
     ends = np.cumsum(-(-total // page_size) - -(-prefix // page_size))
-    free, pages = free.take(int(ends[-1]) if len(ends) else 0)
+    free, pages = free.take(int(ends[-1]))
     bounds = [0, *ends.tolist()]
     new_pages = tuple(pages[start:end] for start, end in pairwise(bounds))
-    sizes = total - prefix
     stops = np.cumsum(sizes)
     row = np.repeat(np.arange(len(sizes)), sizes)
     place = np.arange(len(row)) - (stops - sizes)[row]
@@ -246,7 +261,7 @@ def extend_slots(
     first = np.asarray(bounds[:-1], np.int64)[row]
     whole = np.append(np.asarray(pages, np.int64), 0)[first + np.maximum(page, 0)]
     slots = np.where(page < 0, last[row] + 1 + place, whole * page_size + (prefix[row] + place) % page_size)
-    return free, tuple(np.split(slots, stops[:-1])) if len(sizes) else (), new_pages
+    return free, slots, new_pages
 
 
 def groups(length: int) -> int:
@@ -273,7 +288,7 @@ def c128_slot(pages: Sequence[int], group: int) -> int:
 
 def c128_slots(
     free: FreeList, prefix_lens: _Ints, seq_lens: _Ints, pages: Sequence[Sequence[int]]
-) -> tuple[FreeList, tuple[Slots, ...], tuple[tuple[int, ...], ...]]:
+) -> tuple[FreeList, Slots, tuple[tuple[int, ...], ...]]:
     """Allocate the slots of the C128 entries that rows close on the way from ``prefix_lens`` to ``seq_lens``.
 
     The rule of ``extend_slots`` with entries for positions. A page that a row opens belongs in the columns
@@ -285,7 +300,7 @@ def c128_slots(
         seq_lens: i64[B]. Positions afterwards.
         pages: for every row the C128 pages that it holds, in order; unused columns of the sidecar may follow.
     Returns:
-        (free, slots, new_pages): as in ``extend_slots``, and empty for a row that closes no entry.
+        (free, slots, new_pages): as in ``extend_slots``; a row that closes no entry has none.
     Raises:
         CapacityError: when there are fewer free pages than all rows open together.
         ShapeError: when the sequences differ in length.
@@ -303,8 +318,8 @@ def _columns(page_size: int, **named: _Ints) -> list[Slots]:
             f"page_size: expected at least 1, got {page_size}", field="page_size", expected=">= 1", got=page_size
         )
     columns = [np.asarray(column, np.int64) for column in named.values()]
-    shapes = {name: column.shape for name, column in zip(named, columns, strict=True)}
-    if len(set(shapes.values())) > 1 or any(len(shape) != 1 for shape in shapes.values()):
+    if any(column.shape != columns[0].shape or column.ndim != 1 for column in columns):
+        shapes = {name: column.shape for name, column in zip(named, columns, strict=True)}
         raise ShapeError(
             f"slots: expected one integer a row in each of {', '.join(named)}, got shapes {shapes}",
             field=", ".join(named),
@@ -312,9 +327,3 @@ def _columns(page_size: int, **named: _Ints) -> list[Slots]:
             got=shapes,
         )
     return columns
-
-
-def _check_last(lens: Slots, last: Slots, used: NDArray[np.bool_], page_size: int) -> None:
-    # Pages start at multiples of the page size, so a slot and its position agree modulo the page size, always.
-    bad = used & ((last + 1) % page_size != lens % page_size)
-    assert not bool(bad.any()), f"last_locs {last[bad]} are not the slots before positions {lens[bad]}"

@@ -67,7 +67,7 @@ class TokenLog:
                 got=n,
             )
         n_chunks = n // _CHUNK
-        return TokenLog(chunks=self.chunks[:n_chunks], tail=tuple(self._span(n_chunks * _CHUNK, n).tolist()))
+        return TokenLog(chunks=self.chunks[:n_chunks], tail=tuple(self.span(n_chunks * _CHUNK, n).tolist()))
 
     def replace_last(self, token_id: int) -> TokenLog:
         """Put another id in the place of the last one.
@@ -86,7 +86,7 @@ class TokenLog:
 
     def numpy(self) -> Ids:
         """Copy all ids to a new int64 array."""
-        return self._span(0, len(self))
+        return self.span(0, len(self))
 
     def tolist(self) -> list[int]:
         """Copy all ids to a new list of Python integers."""
@@ -115,9 +115,10 @@ class TokenLog:
         if not at_positions:
             return np.empty(0, np.int64)
         first, last = sorted((at_positions[0], at_positions[-1]))
-        return self._span(first, last + 1)[:: at_positions.step].copy()
+        return self.span(first, last + 1)[:: at_positions.step].copy()
 
-    def _span(self, start: int, stop: int) -> Ids:
+    def span(self, start: int, stop: int) -> Ids:
+        """Copy the ids of positions ``[start, stop)``, which must exist, to a new array: a slice without its rules."""
         n_chunked = len(self.chunks) * _CHUNK
         if start >= n_chunked:  # what a decode reads
             return np.asarray(self.tail[start - n_chunked : stop - n_chunked], np.int64)

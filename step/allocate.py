@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Final
+from typing import Final, NamedTuple
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
 from ..state.batch import CacheLocs
-from ..state.capacity import C4_RATIO
+from ..state.capacity import C4_RATIO, C128_RATIO
 from ..state.pages import FreeList, c128_pages, c128_slots, extend_slots
 from ..state.table import Edit, RequestTable, read_table, write_table
 
@@ -32,8 +32,7 @@ MIN_KEPT: Final = 8
 """Positions whose pooling state a C4 entry may still need; no window is evicted closer than this."""
 
 
-@attrs.frozen(kw_only=True)
-class Growth:
+class Growth(NamedTuple):
     """How one request changes in a step.
 
     Attributes:
@@ -102,31 +101,28 @@ def allocate(table: RequestTable, growths: Sequence[Growth]) -> tuple[RequestTab
         CapacityError: any pool is short; nothing was changed.
     """
     sizes = table.sizes
-    prefix = np.array([growth.prefix_len for growth in growths], np.int64)
-    total = np.array([growth.seq_len for growth in growths], np.int64)
-    rows = np.array([growth.row for growth in growths], np.int64)
+    rows, prefix, total, _, _ = np.array(growths, np.int64).reshape(-1, len(Growth._fields)).T
+    closes = bool((total // C128_RATIO > prefix // C128_RATIO).any())  # seldom in a decode
     with read_table(table) as view:
         free_swa, edits = _evict(view, table, growths)
         last = view["req_to_token"][rows * sizes.context + np.maximum(prefix - 1, 0)].astype(np.int64)
         last_swa = view["full_to_swa"][last]
-        held = [
-            view["sidecar"][row * sizes.sidecar_width :][: c128_pages(length)].tolist()
-            for row, length in zip(rows.tolist(), prefix.tolist(), strict=True)
-        ]
-    free_full, full, new_full = extend_slots(table.free_pages, prefix, total, last, sizes.page_size)
-    free_swa, swa, new_swa = extend_slots(free_swa, prefix, total, last_swa, sizes.page_size)
-    free_c128, c128, new_c128 = c128_slots(table.free_c128_pages, prefix, total, held)
+        held = _held_c128(view, table, growths) if closes else []
+    free_full, out_full, new_full = extend_slots(table.free_pages, prefix, total, last, sizes.page_size)
+    free_swa, out_swa, new_swa = extend_slots(free_swa, prefix, total, last_swa, sizes.page_size)
+    free_c128, out_c128, new_c128 = table.free_c128_pages, np.empty(0, np.int64), ()
+    if closes:
+        free_c128, out_c128, new_c128 = c128_slots(free_c128, prefix, total, held)
 
-    out_full, out_swa = _joined(full), _joined(swa)
     lens = total - prefix
-    within = np.arange(len(out_full)) - np.repeat(np.cumsum(lens) - lens, lens)
-    cells = np.repeat(rows * sizes.context + prefix, lens) + within
+    within = np.arange(len(out_full)) - (lens.cumsum() - lens).repeat(lens)
+    cells = (rows * sizes.context + prefix).repeat(lens) + within
     edits += [("req_to_token", cells, out_full), ("full_to_swa", out_full, out_swa)]
     for name, opened in (("page_refs", new_full), ("swa_refs", new_swa), ("c128_refs", new_c128)):
         edits.append((name, np.array(list(chain.from_iterable(opened)), np.int64), 1))
-    for row, before, named in zip(rows.tolist(), held, new_c128, strict=True):
+    for growth, before, named in zip(growths if closes else (), held, new_c128, strict=True):
         if named:
-            column = row * sizes.sidecar_width + len(before)
+            column = growth.row * sizes.sidecar_width + len(before)
             edits.append(("sidecar", column + np.arange(len(named)), np.array(named, np.int64)))
     table = attrs.evolve(
         table,
@@ -136,8 +132,11 @@ def allocate(table: RequestTable, growths: Sequence[Growth]) -> tuple[RequestTab
         free_c128_pages=free_c128,
     )
     closing = out_full[out_full % C4_RATIO == C4_RATIO - 1] // C4_RATIO
-    return table, CacheLocs(out_full_loc=out_full, out_swa_loc=out_swa, out_c4_loc=closing, out_c128_loc=_joined(c128))
+    return table, CacheLocs(out_full_loc=out_full, out_swa_loc=out_swa, out_c4_loc=closing, out_c128_loc=out_c128)
 
 
-def _joined(parts: Sequence[Ints]) -> Ints:
-    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+def _held_c128(view: _View, table: RequestTable, growths: Sequence[Growth]) -> list[list[int]]:
+    """List the C128 pages that each request names."""
+    starts = (growth.row * table.sizes.sidecar_width for growth in growths)
+    lengths = (c128_pages(growth.prefix_len) for growth in growths)
+    return [view["sidecar"][start : start + n].tolist() for start, n in zip(starts, lengths, strict=True)]

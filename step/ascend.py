@@ -54,7 +54,7 @@ def ascend_metadata(
     swa_loc = batch.out_cache_loc_dsv4.out_swa_loc
     return AttentionMetadata(
         swa_loc=reader.tensor(_padded(swa_loc, len(swa_loc) if bucket is None else bucket)),
-        compressors=compressor_metadata(reader, batch),
+        compressors=compressor_metadata(reader, batch, token_positions(batch)),
         singles=None,
         chunks=(),
         tables=ascend_tables(batch, tables, layout, device, bucket=bucket),

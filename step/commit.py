@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ..state.decode import DecodeState, Request, find_request, replace_requests
 from ..state.errors import RequestError, ShapeError
-from ..state.sampling import SamplingParams, row_of
+from ..state.sampling import SamplingParams
 from .sample import NO_TOKEN
 
-__all__ = ["commit"]
+__all__ = ["commit", "commit_tokens"]
 
 
 def commit(state: DecodeState, ids: Tensor | None) -> tuple[DecodeState, Mapping[int, str]]:
@@ -35,24 +35,38 @@ def commit(state: DecodeState, ids: Tensor | None) -> tuple[DecodeState, Mapping
         RequestError: no step is launched, or the logits of a request hold NaN; the error's ``got`` names the requests,
             and the state before the step can be stepped without them.
     """
+    state, finished, _ = commit_tokens(state, ids)
+    return state, finished
+
+
+def commit_tokens(state: DecodeState, ids: Tensor | None) -> tuple[DecodeState, Mapping[int, str], tuple[int, ...]]:
+    """Do what ``commit`` does and return the ids as well, which the host reads only once.
+
+    Args:
+        state: as for ``commit``.
+        ids: as for ``commit``.
+    Returns:
+        (state, finished, sampled): one token id per row that sampled.
+    Raises:
+        RequestError: as ``commit``.
+    """
     batch = state.launched
     if batch is None:
         raise RequestError("commit: expected a launched step, got none; prepare one first", field="launched")
     if ids is None:
-        return attrs.evolve(state, launched=None), {}
-    sampled = _read_ids(ids, batch.sample_ids, state.config.vocab_size)
+        return attrs.evolve(state, launched=None), {}, ()
+    request_ids = batch.sample_ids
+    sampled = _read_ids(ids, request_ids, state.config.vocab_size)
+    rows = {row.request_id: row for row in state.sampling.rows}
     changed: dict[int, Request] = {}
     finished: dict[int, str] = {}
-    for request_id, token_id in zip(batch.sample_ids, sampled, strict=True):
+    for request_id, token_id in zip(request_ids, sampled, strict=True):
         request = find_request(state, request_id)
-        output_positions = request.output_positions.append(len(request.tokens))
-        params = row_of(state.sampling, request_id).params
-        reason = _finish_reason(state, params, request.kv_len, len(output_positions), token_id)
+        reason = _finish_reason(state, rows[request_id].params, request.kv_len, request.n_outputs + 1, token_id)
         if reason is not None:
             finished[request_id] = reason
-        tokens = request.tokens.append(token_id)
-        changed[request_id] = attrs.evolve(request, tokens=tokens, output_positions=output_positions, finished=reason)
-    return attrs.evolve(state, requests=replace_requests(state, changed), launched=None), finished
+        changed[request_id] = request.sampled(token_id, reason)
+    return attrs.evolve(state, requests=replace_requests(state, changed), launched=None), finished, tuple(sampled)
 
 
 def _read_ids(ids: Tensor, request_ids: tuple[int, ...], vocab_size: int) -> list[int]:

@@ -28,10 +28,10 @@ from torch import Tensor
 from ..model.forward import forward
 from ..model.model import Model
 from ..state.batch import ForwardBatch, ScheduleBatch, StepOutput
-from ..state.decode import DecodeState, find_request
+from ..state.decode import DecodeState
 from .announce import agreement, announce_step, runs_elsewhere, told_to_ranks
 from .border import owned_step
-from .commit import commit
+from .commit import commit_tokens
 from .edits import Edits
 from .forward_batch import forward_batch
 from .prepare import distinct_ids, prepare_decode
@@ -154,10 +154,10 @@ def finish_step(
     agree = agreement(model.ranks, is_constrained=bool(mask))
     sampling, next_ids = sample(logits, state.sampling, ids, positions, stop_token_ids=stops, mask=mask, agree=agree)
     state = relay(attrs.evolve(state, sampling=sampling), batch, next_ids)
-    state, finished = commit(state, next_ids)
+    state, finished, sampled = commit_tokens(state, next_ids)
     out = StepOutput(
         request_ids=ids,
-        next_token_ids=tuple(find_request(state, request_id).tokens[-1] for request_id in ids),
+        next_token_ids=sampled,
         logits=logits,
         logprobs=logprobs_of(logits, next_ids, sampling, ids),
         finished=finished,

@@ -5,7 +5,7 @@ Source: SGLang 0.5.23 ``managers/schedule_batch.py`` (``prepare_for_extend``); d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, Literal
 
 import attrs
@@ -109,8 +109,8 @@ def extend_step(
         return state, out
 
 
-def _empty_chunks(tokens: Any) -> tuple[int, ...]:
-    """List the requests that are given nothing; whether ``tokens`` is right is for the preparation to say."""
-    if not isinstance(tokens, Mapping):
-        return ()
-    return tuple(i for i, chunk in tokens.items() if isinstance(i, int) and isinstance(chunk, Sized) and not len(chunk))
+def _empty_chunks(tokens: Any) -> Iterator[int]:
+    """Give the requests that are given nothing; whether ``tokens`` is right is for the preparation to say."""
+    for i, chunk in tokens.items() if isinstance(tokens, Mapping) else ():
+        if isinstance(i, int) and isinstance(chunk, Sized) and not len(chunk):
+            yield i

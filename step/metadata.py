@@ -34,8 +34,8 @@ Ints = NDArray[np.int64]
 def token_positions(batch: ScheduleBatch) -> tuple[Ints, Ints]:
     """Return the batch row and the position of every token: (i64[T], i64[T])."""
     lens = batch.extend_lens
-    rows = np.repeat(np.arange(len(lens)), lens)
-    starts = np.cumsum(lens) - lens
+    rows = np.arange(len(lens)).repeat(lens)
+    starts = lens.cumsum() - lens
     return rows, batch.prefix_lens[rows] + np.arange(len(rows)) - starts[rows]
 
 
@@ -95,23 +95,31 @@ def attention_metadata(
         What the layers read and write by.
     """
     reader = Reader(tables, layout, device)
-    rows, positions = token_positions(batch)
+    rows, positions = tokens = token_positions(batch)
     lens = batch.extend_lens
-    starts = np.cumsum(lens) - lens
+    starts = lens.cumsum() - lens
     single = np.arange(len(rows)) if rowwise else starts[lens == 1]
     return AttentionMetadata(
         swa_loc=reader.tensor(batch.out_cache_loc_dsv4.out_swa_loc),
-        compressors=compressor_metadata(reader, batch),
+        compressors=compressor_metadata(reader, batch, tokens),
         singles=_singles(reader, batch, rows, positions, single, window, rowwise) if len(single) else None,
         chunks=tuple(
-            _chunk(reader, batch, int(i), int(starts[i]), window) for i in np.flatnonzero(lens > 1) if not rowwise
+            _chunk(reader, batch, int(i), int(starts[i]), window) for i in (lens > 1).nonzero()[0] if not rowwise
         ),
     )
 
 
-def compressor_metadata(reader: Reader, batch: ScheduleBatch) -> dict[int, CompressorMetadata]:
-    """Say where the compressors of a step read and write: ratio -> metadata, for the ratios of the layout."""
-    rows, positions = token_positions(batch)
+def compressor_metadata(
+    reader: Reader, batch: ScheduleBatch, tokens: tuple[Ints, Ints]
+) -> dict[int, CompressorMetadata]:
+    """Say where the compressors of a step read and write: ratio -> metadata, for the ratios of the layout.
+
+    Args:
+        reader: the request table.
+        batch: the prepared step.
+        tokens: what ``token_positions`` says of it.
+    """
+    rows, positions = tokens
     found = {}
     if C4_RATIO in reader.layout.kinds:
         found[C4_RATIO] = _c4(reader, batch, rows, positions)
@@ -125,7 +133,7 @@ def _c4(reader: Reader, batch: ScheduleBatch, rows: Ints, positions: Ints) -> Co
     swa = batch.out_cache_loc_dsv4.out_swa_loc
     later = positions + C4_RING
     # A state row outlives the step unless a later token of the same request and page takes its place in the ring.
-    keep = np.flatnonzero((later >= batch.seq_lens[rows]) | (later // size != positions // size))
+    keep = ((later >= batch.seq_lens[rows]) | (later // size != positions // size)).nonzero()[0]
 
     def slots(at: Ints, past: Ints) -> Ints:
         return c4_state_loc(reader.swa_loc(batch.req_pool_indices[at], past), size)
@@ -147,7 +155,7 @@ def _c4(reader: Reader, batch: ScheduleBatch, rows: Ints, positions: Ints) -> Co
 
 def _c128(reader: Reader, batch: ScheduleBatch, rows: Ints, positions: Ints) -> CompressorMetadata:
     pool_rows = batch.req_pool_indices
-    keep = np.flatnonzero(positions + C128_RING >= batch.seq_lens[rows])
+    keep = (positions + C128_RING >= batch.seq_lens[rows]).nonzero()[0]
 
     def slots(at: Ints, past: Ints) -> Ints:
         return pool_rows[at] * C128_RING + past % C128_RING
@@ -183,7 +191,7 @@ def _compressor(
 ) -> CompressorMetadata:
     assert callable(slots), "slots looks up state rows"
     phase = positions % ratio
-    closing = np.flatnonzero(phase == ratio - 1)
+    closing = (phase == ratio - 1).nonzero()[0]
     ends = positions[closing]
     history, members = ends, np.empty((len(ends), n_members), np.int64)
     if len(ends):  # most decodes close nothing

@@ -139,17 +139,11 @@ def _prepare(
     *,
     is_known: bool = True,
 ) -> tuple[DecodeState, ScheduleBatch]:
-    free_rows, rows = state.table.free_rows.take(sum(request.is_parked for request in requests))
-    new_rows = iter(rows)
-    placed = [attrs.evolve(r, row=next(new_rows)) if r.is_parked else r for r in requests]
-    relay = state.relay
-    for request in (new for new, old in zip(placed, requests, strict=True) if new is not old):
-        relay = put_token(relay, request)
-    requests = placed
+    state, requests = _placed(state, requests)
     growths = [_growth(state, mode, request, limits.get(request.request_id)) for request in requests]
-    table, locs = allocate(attrs.evolve(state.table, free_rows=free_rows), growths)
+    table, locs = allocate(state.table, growths)
     grown = {
-        request.request_id: attrs.evolve(request, kv_len=growth.seq_len, evicted_len=growth.evict_to)
+        request.request_id: request.grown(growth.seq_len, growth.evict_to)
         for request, growth in zip(requests, growths, strict=True)
     }
     seq_lens = np.array([growth.seq_len for growth in growths], np.int64)
@@ -166,8 +160,20 @@ def _prepare(
         out_cache_loc=locs.out_full_loc,
         out_cache_loc_dsv4=locs,
     )
-    state = attrs.evolve(state, table=table, relay=relay, requests=replace_requests(state, grown), launched=batch)
-    return state, batch
+    return attrs.evolve(state, table=table, requests=replace_requests(state, grown), launched=batch), batch
+
+
+def _placed(state: DecodeState, requests: Sequence[Request]) -> tuple[DecodeState, Sequence[Request]]:
+    """Give those that were retracted a row."""
+    n_parked = sum(request.is_parked for request in requests)
+    if not n_parked:
+        return state, requests
+    free_rows, rows = state.table.free_rows.take(n_parked)
+    new_rows, relay = iter(rows), state.relay
+    placed = [attrs.evolve(r, row=next(new_rows)) if r.is_parked else r for r in requests]
+    for request in (new for new, old in zip(placed, requests, strict=True) if new is not old):
+        relay = put_token(relay, request)
+    return attrs.evolve(state, table=attrs.evolve(state.table, free_rows=free_rows), relay=relay), placed
 
 
 def _limits(limit: int | Mapping[int, int] | None, ids: Sequence[int]) -> Mapping[int, int]:
@@ -230,7 +236,7 @@ def _force(state: DecodeState, request: Request, token_id: int) -> tuple[DecodeS
 
 def _joined_new(requests: Sequence[Request], growths: Sequence[Growth]) -> Ints:
     pairs = zip(requests, growths, strict=True)
-    parts = [request.tokens[request.kv_len : growth.seq_len] for request, growth in pairs]
+    parts = [request.tokens.span(request.kv_len, growth.seq_len) for request, growth in pairs]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 

@@ -30,10 +30,9 @@ def refeed_last(state: DecodeState, request_ids: Iterable[int]) -> DecodeState:
     Returns:
         The state in which each of them has an unfed token, if it has any token at all.
     """
-    wanted = set(request_ids)
-    for request in state.requests:
-        if request.request_id not in wanted or request.finished or request.n_unfed or not len(request.tokens):
-            continue
+    idle = [r for r in state.requests if not r.n_unfed and not r.finished and len(r.tokens)]
+    wanted = set(request_ids) if idle else set()  # in most steps every request has something to feed
+    for request in (request for request in idle if request.request_id in wanted):
         point = reuse_point(state, request, len(request.tokens) - 1)
         cut = attrs.evolve(request, kv_len=point, evicted_len=request.evicted_len if point else 0, decode_count=0)
         state = drop_behind(state, request, point)

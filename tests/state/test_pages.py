@@ -212,15 +212,14 @@ def test_extend_is_the_token_by_token_rule(data, page_size):
     last = [_last_loc(table, prefix, page_size) for table, (prefix, _) in zip(tables, rows, strict=True)]
     after, slots, opened = extend_slots(free, [p for p, _ in rows], [s for _, s in rows], last, page_size)
     naive_free, naive_slots, naive_tables = _naive(free, rows, tables, page_size)
-    assert [row.tolist() for row in slots] == naive_slots
-    assert all(row.dtype == np.int64 for row in slots)
+    assert slots.tolist() == [slot for row in naive_slots for slot in row]
+    assert slots.dtype == np.int64
     assert [list(held) + list(new) for held, new in zip(tables, opened, strict=True)] == naive_tables
     assert list(after) == naive_free == before[sum(map(len, opened)) :]
     assert list(free) == before
     assert [len(new) for new in opened] == [pages_needed(prefix, total, page_size) for prefix, total in rows]
-    everything = [slot for row in slots for slot in row.tolist()]
-    assert len(set(everything)) == len(everything)
-    assert all(slot >= page_size for slot in everything)
+    assert len(set(slots.tolist())) == len(slots)
+    assert all(slot >= page_size for slot in slots.tolist())
 
 
 @given(data=st.data(), page_size=PAGE_SIZES)
@@ -240,8 +239,8 @@ def test_decode_is_extend_by_one(data, page_size):
         return
     before = list(free)
     after, slots = decode_slots(free, lens, last, page_size)
-    extended, per_row, opened = extend_slots(free, lens, [n + 1 for n in lens], last, page_size)
-    assert slots.tolist() == [slot for row in per_row for slot in row.tolist()]
+    extended, extended_slots, opened = extend_slots(free, lens, [n + 1 for n in lens], last, page_size)
+    assert slots.tolist() == extended_slots.tolist()
     assert slots.dtype == np.int64
     assert list(after) == list(extended) == before[needed:]
     heads = [slot // page_size for slot, length in zip(slots.tolist(), lens, strict=True) if length % page_size == 0]
@@ -256,10 +255,10 @@ def test_extend_in_chunks_is_extend_at_once(data, page_size):
     table = tuple(range(1, 1 + -(-prefix // page_size)))
     free, _ = FreeList.full(60).take(len(table))
     last = _last_loc(table, prefix, page_size)
-    once_free, (once,), (new,) = extend_slots(free, [prefix], [total], [last], page_size)
-    free, (one,), (a,) = extend_slots(free, [prefix], [middle], [last], page_size)
+    once_free, once, (new,) = extend_slots(free, [prefix], [total], [last], page_size)
+    free, one, (a,) = extend_slots(free, [prefix], [middle], [last], page_size)
     last = _last_loc(table + a, middle, page_size)
-    free, (two,), (b,) = extend_slots(free, [middle], [total], [last], page_size)
+    free, two, (b,) = extend_slots(free, [middle], [total], [last], page_size)
     assert np.concatenate((one, two)).tolist() == once.tolist()
     assert a + b == new
     assert list(free) == list(once_free)
@@ -276,12 +275,12 @@ def test_decode_worked_example():
 
 def test_extend_worked_examples():
     """The worked extends: a tail, a whole page and a head; and two rows that share a list."""
-    free, (slots,), opened = extend_slots(_with_pages(12, [9, 10, 11]), [6], [13], [21], 4)
+    free, slots, opened = extend_slots(_with_pages(12, [9, 10, 11]), [6], [13], [21], 4)
     assert slots.tolist() == [22, 23, 36, 37, 38, 39, 40]
     assert opened == ((9, 10),)
     assert next(iter(free)) == 11
     free, slots, opened = extend_slots(_with_pages(12, [9, 10, 11, 12]), [0, 8], [6, 13], [-1, 27], 4)
-    assert [row.tolist() for row in slots] == [[36, 37, 38, 39, 40, 41], [44, 45, 46, 47, 48]]
+    assert slots.tolist() == [36, 37, 38, 39, 40, 41, 44, 45, 46, 47, 48]
     assert opened == ((9, 10), (11, 12))
 
 
@@ -289,7 +288,7 @@ def test_long_extend_is_exact_beyond_int32():
     """A million positions on pages whose slots exceed int32 come out in order, in int64."""
     first = 2**31 // 128
     free = attrs.evolve(FreeList.full(first + 10_000), fresh=first + 1)
-    _, (slots,), (opened,) = extend_slots(free, [0], [1_000_000], [-1], 128)
+    _, slots, (opened,) = extend_slots(free, [0], [1_000_000], [-1], 128)
     assert opened[0] == first + 1
     assert int(slots[0]) == (first + 1) * 128 > 2**31
     assert np.array_equal(slots, slots[0] + np.arange(1_000_000))
@@ -301,7 +300,7 @@ def test_empty_batch_allocates_nothing():
     after, slots = decode_slots(free, [], [], 4)
     assert (list(after), slots.tolist(), slots.dtype) == ([1, 2, 3], [], np.dtype(np.int64))
     after, slots, opened = extend_slots(free, [], [], [], 4)
-    assert (list(after), slots, opened) == ([1, 2, 3], (), ())
+    assert (list(after), slots.tolist(), opened) == ([1, 2, 3], [], ())
 
 
 def test_slot_rules_refuse_broken_input():
@@ -333,7 +332,7 @@ def test_c128_worked_table(length, closes, opens, slot):
     """One decode step closes and opens exactly as tabled, when the row's pages are 1 and then 7."""
     held = [1, 7][: c128_pages(length)]
     free = _with_pages(8, [7] if held else [1])
-    after, (slots,), (opened,) = c128_slots(free, [length], [length + 1], [held])
+    after, slots, (opened,) = c128_slots(free, [length], [length + 1], [held])
     assert slots.tolist() == ([slot] if closes else [])
     assert opened == ((7 if held else 1,) if opens else ())
     assert len(free) - len(after) == opens == c128_pages_needed(length, length + 1)
@@ -341,10 +340,10 @@ def test_c128_worked_table(length, closes, opens, slot):
 
 def test_c128_worked_extends():
     """0 to 5000 closes 39 entries on 3 pages; 4096 to 5000 closes 7 on one more."""
-    _, (slots,), (opened,) = c128_slots(FreeList.full(9), [0], [5000], [()])
+    _, slots, (opened,) = c128_slots(FreeList.full(9), [0], [5000], [()])
     assert (len(slots), opened, groups(5000), c128_pages(5000)) == (39, (1, 2, 3), 39, 3)
     assert slots.tolist() == list(range(16, 55))
-    _, (slots,), (opened,) = c128_slots(_with_pages(9, [5]), [4096], [5000], [(1, 2, 0)])
+    _, slots, (opened,) = c128_slots(_with_pages(9, [5]), [4096], [5000], [(1, 2, 0)])
     assert (len(slots), opened) == (7, (5,))
 
 
@@ -360,7 +359,7 @@ def test_c128_slots_are_the_sidecar_formula(prefix, extra, order):
     held, total = order[: c128_pages(prefix)], prefix + extra
     free, _ = FreeList.full(8).take(8)
     free = free.give(reversed(order[len(held) :]))
-    after, (slots,), (opened,) = c128_slots(free, [prefix], [total], [held])
+    after, slots, (opened,) = c128_slots(free, [prefix], [total], [held])
     pages = [*held, *opened]
     assert slots.tolist() == [c128_slot(pages, group) for group in range(groups(prefix), groups(total))]
     assert len(pages) == c128_pages(total)
