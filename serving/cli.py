@@ -44,6 +44,7 @@ from ..model.shards import CONFIG_FILE
 from ..model.stages import STAGES
 from ..ops.ascend.providers import installed_schemas
 from ..state.errors import ConfigError, PurestepError, RequestError
+from ..state.parallel import Parallel
 from ..state.sampling import SamplingParams
 from ..step.compare import compare_runs
 from ..step.generate import generate_tokens, prompt_ids
@@ -55,6 +56,7 @@ from .kernel_report import kernel_device, kernel_table_view, machine_facts, repo
 from .kernel_table import kernel_rows, load_packages, usable_providers
 from .load_plan import Endpoint, draw_arrivals, draw_prompts, read_prompts, read_tokenizer
 from .load_stats import load_tables, summarise
+from .processes import join_processes
 from .records import diff_tables, read_pairs, read_run, record_run, row_independent
 from .score import Score, score_text
 from .terminal import STDIN, decode_text, progress_bar, read_text, table_console, write_text
@@ -345,6 +347,18 @@ def serve(
     dtype: Dtype = None,
     kernels: Kernels = None,
     chip: Chip = None,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks that share one replica's attention; tp * dp in all.")] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="Replicas of the attention, with requests of their own.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Ranks that whole experts are dealt to: all of them, or 1.")] = 1,
+    dp_lm_head: Annotated[bool, typer.Option("--dp-lm-head", help="Split the head over a replica only.")] = False,
+    lm_head_all_to_all: Annotated[
+        bool, typer.Option("--lm-head-all-to-all", help="Exchange logits where rows are equal; tp 1.")
+    ] = False,
+    sync_token_ids: Annotated[
+        bool,
+        typer.Option(envvar="SYNC_TOKEN_IDS_ACROSS_TP", help="Let a replica's ranks agree on every token."),
+    ] = False,
+    rank_timeout: Annotated[float, typer.Option(min=1, help="Seconds that a rank waits for the others.")] = 60.0,
     invariant: Annotated[
         bool, typer.Option("--invariant", help="Compute every row alone, bit for bit, whatever it is batched with.")
     ] = False,
@@ -373,9 +387,20 @@ def serve(
         bool, typer.Option("--debug-invariants", help="Check the whole state after every step; slow.")
     ] = False,
 ) -> None:
-    """Serve a model over HTTP, with the endpoints of OpenAI's interface."""
+    """Serve a model over HTTP, with the endpoints of OpenAI's interface; over several ranks, under torchrun."""
     startup, site, engine = (_optional(name) for name in ("startup", "protocol_site", "engine"))
-    loaded = _load(model, dtype, kernels, chip)
+    parallel = Parallel(
+        tp=tp,
+        dp=dp,
+        ep=ep,
+        moe="ep" if ep > 1 else "tp",
+        dp_lm_head=dp_lm_head,
+        lm_head_all_to_all=lm_head_all_to_all,
+        sync_token_ids=sync_token_ids,
+        timeout_s=rank_timeout,
+    )
+    join_processes(parallel)
+    loaded = _load(model, dtype, kernels, chip, parallel)
     if invariant:
         loaded = row_independent(loaded, kernels)
     longest = loaded.config.max_position_embeddings
@@ -390,6 +415,9 @@ def serve(
         points=max_reused_prefixes,
         checks_invariants=debug_invariants,
     )
+    if loaded.ranks.world.rank:
+        _optional("rank_engine").serve_rank(loaded, limits)
+        return
     for field, given in (("api_key", api_key), ("served_model_name", served_model_name)):
         if given == "":
             raise RequestError(f"{field}: expected some text, got none; leave it out to have none", field=field)
@@ -596,11 +624,13 @@ def _stream(model: Model, ids: list[int], params: SamplingParams) -> list[tuple[
     ]
 
 
-def _load(name: str, dtype: str | None, kernels: str | None, chip: str | None) -> Model:
+def _load(
+    name: str, dtype: str | None, kernels: str | None, chip: str | None, parallel: Parallel | None = None
+) -> Model:
     _folder(name)
     with warnings.catch_warnings(record=True) as notes, progress_bar("loading") as report:
         warnings.simplefilter("always", CheckpointNote)
-        model = load_model(name, dtype=dtype, kernels=kernels, chip=chip, progress=report)
+        model = load_model(name, dtype=dtype, kernels=kernels, chip=chip, parallel=parallel, progress=report)
         check_output(model)
     for note in notes:
         typer.echo(f"note: {note.message}", err=True)

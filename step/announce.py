@@ -27,7 +27,10 @@ from ..state.decode import DecodeState, find_request
 from ..state.errors import CapacityError, RankError
 from ..state.shares import RowShares
 
-__all__ = ["agreement", "announce_step", "runs_elsewhere", "told_to_ranks"]
+__all__ = ["CANNOT_BEGIN", "agreement", "announce_step", "runs_elsewhere", "told_to_ranks"]
+
+CANNOT_BEGIN: Final = "begin"
+"""The field of the error about a rank whose step was refused: all others may go on without it."""
 
 _GOES: Final = 1
 _FAILED: Final = 0
@@ -119,7 +122,7 @@ def _check_heard(ranks: Ranks, heard: list[list[int]]) -> None:
     mine, tp = heard[ranks.world.rank], ranks.parallel.tp
     failed = [rank for rank, row in enumerate(heard) if row[0] == _FAILED]
     if failed:
-        raise _differing(ranks, failed, "to begin the step", "could not; their own errors say why")
+        raise _differing(ranks, failed, "to begin the step", "could not; their own errors say why", CANNOT_BEGIN)
     strangers = [rank for rank, row in enumerate(heard) if row[5] != mine[5]]
     if strangers:
         raise _differing(ranks, strangers, "to run the same model, numerics and layout", "run another")
@@ -131,11 +134,11 @@ def _check_heard(ranks: Ranks, heard: list[list[int]]) -> None:
             raise _differing(ranks, others, words, "run other requests, tokens, slots or masks")
 
 
-def _differing(ranks: Ranks, others: list[int], expected: str, got: str) -> RankError:
+def _differing(ranks: Ranks, others: list[int], expected: str, got: str, field: str = "ranks") -> RankError:
     return RankError(
         f"step: rank {ranks.world.rank} expected all ranks {expected}, but ranks {others} {got}; nothing was changed: "
         "call every rank of a replica with the same state and arguments",
-        field="ranks",
+        field=field,
         expected=expected,
         got=others,
     )
