@@ -1,4 +1,4 @@
-"""The command line: generate, score, info, kernels, record, diff, trace, serve, chat, bench-serve.
+"""The command line: generate, score, info, plan, kernels, record, diff, trace, serve, chat, bench-serve.
 
 Standard output carries what was asked for and nothing else; progress, statistics and complaints go to standard error.
 
@@ -37,7 +37,7 @@ from rich.table import Table
 from tokenizers.decoders import DecodeStream
 from typer.core import TyperGroup
 
-from ..model.checkpoint import CheckpointNote
+from ..model.checkpoint import CheckpointNote, read_config
 from ..model.loading import load_model, model_folder
 from ..model.model import Model
 from ..model.shards import CONFIG_FILE
@@ -50,14 +50,18 @@ from ..step.compare import compare_runs
 from ..step.generate import generate_tokens, prompt_ids
 from ..step.run_files import save_run
 from ..step.selfcheck import check_output
+from .chips import CHIPS
 from .costs import cache_costs
 from .info import info_tables, pairs_table, show_bytes
 from .kernel_report import kernel_device, kernel_table_view, machine_facts, report_fields, run_checks, verdict_table
 from .kernel_table import kernel_rows, load_packages, usable_providers
 from .load_plan import Endpoint, draw_arrivals, draw_prompts, read_prompts, read_tokenizer
 from .load_stats import load_tables, summarise
+from .plan_step import plan_step
+from .plan_table import plan_tables
 from .processes import join_processes
 from .records import diff_tables, read_pairs, read_run, record_run, row_independent
+from .released import RELEASED
 from .score import Score, score_text
 from .terminal import STDIN, decode_text, progress_bar, read_text, table_console, write_text
 from .trace_page import trace_page
@@ -210,6 +214,42 @@ def info(
 ) -> None:
     """Show a model's configuration, layers, parameters and cache sizes."""
     for table in info_tables(_folder(model), context=context, requests=requests):
+        table_console().print(table)
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str, typer.Option("--model", help='"v4-flash", "v4-pro", "tiny", or a folder with a config.json.')
+    ] = "v4-flash",
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks in all.")] = 16,
+    dp: Annotated[int, typer.Option(min=1, help="Replicas of the attention; the others of a replica share it.")] = 1,
+    ep: Annotated[bool, typer.Option("--ep", help="Deal whole experts to the ranks instead of slices.")] = False,
+    dp_lm_head: Annotated[bool, typer.Option("--dp-lm-head", help="Split the head over a replica only.")] = False,
+    lm_head_all_to_all: Annotated[
+        bool, typer.Option("--lm-head-all-to-all", help="Exchange logits; where every rank is a replica.")
+    ] = False,
+    chip: Annotated[str, typer.Option(help="What a rank runs on: 910c (one die), h100 or h200.")] = "910c",
+    requests: Annotated[int, typer.Option(min=1, help="Requests that every replica decodes.")] = 8,
+    context: Annotated[int, typer.Option(min=2, help="Tokens of each.")] = 131072,
+    weights: Annotated[str, typer.Option(help="released (FP8 and FP4 with scales) or bf16.")] = "released",
+) -> None:
+    """Show what a decode step costs over many ranks, from a run on tensors without content."""
+    if chip not in CHIPS:
+        raise ConfigError(f"chip: expected one of {', '.join(CHIPS)}, got {chip!r}", field="chip")
+    if ranks % dp:
+        raise ConfigError(f"ranks: expected a multiple of dp = {dp}, got {ranks}", field="ranks")
+    config = RELEASED[model] if model in RELEASED else read_config(_folder(model))
+    parallel = Parallel(
+        tp=ranks // dp,
+        dp=dp,
+        ep=ranks if ep else 1,
+        moe="ep" if ep else "tp",
+        dp_lm_head=dp_lm_head,
+        lm_head_all_to_all=lm_head_all_to_all,
+    )
+    found = plan_step(config, parallel, requests=requests, context=context, weights=weights)
+    for table in plan_tables(found, config, CHIPS[chip], chip):
         table_console().print(table)
 
 
