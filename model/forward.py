@@ -18,6 +18,7 @@ from ..state.errors import ConfigError, RequestError
 from ..state.kv import KVLayout, KVState
 from . import ascend
 from .ascend import AscendOperands
+from .context import context_attention
 from .head import embed_ids
 from .layer import head_logits, layer
 from .model import Model
@@ -82,6 +83,8 @@ def _run_layer(
     def attention(x: Tensor) -> Tensor:
         if not x.shape[0]:  # an idle replica only takes part in what all replicas do
             return x
+        if model.ranks.parallel.dcp > 1:
+            return context_attention(model, i, p.attn, x, buffers, layout, batch, operands, tap)
         if isinstance(operands, AscendOperands):
             return ascend.paged_attention(model, i, p.attn, x, buffers, layout, batch, operands, tap)
         return paged_attention(model, i, p.attn, x, buffers, layout, batch, operands, tap)

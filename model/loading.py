@@ -131,6 +131,13 @@ def build_model(
             expected="int8_weights=False",
             got=numerics,
         )
+    if ranks.parallel.dcp > 1 and numerics is not None and numerics.invariant:
+        raise ConfigError(
+            "numerics: expected invariant=False with dcp, whose sums depend on where entries lie; use dcp=1",
+            field="numerics",
+            expected="invariant=False",
+            got=numerics,
+        )
     if numerics is None:
         numerics = Numerics.plain() if dtype is torch.float32 else Numerics.official()
     ops: Ops = kernel_table(kernels, params.embed.device.type, invariant=numerics.invariant)

@@ -25,7 +25,7 @@ from .params import AttentionParams, CompressorParams
 from .reading import GATHER_BUDGET, MIN_BLOCK, SCORE_BUDGET, entry_picks, gather_rows, in_token_order, paged_loc
 from .stages import Tap, untapped
 
-__all__ = ["Rotations", "layer_rows", "paged_attention", "rotations", "write_rows"]
+__all__ = ["Rotations", "compress_tokens", "layer_rows", "paged_attention", "rotations", "write_rows"]
 
 Rotations = Mapping[tuple[int, str], Tensor]
 """(ratio, "tokens" or "entries") -> complex64[T or C,R/2]."""
@@ -113,11 +113,11 @@ def paged_attention(
         assert p.compressor is not None, "a layer with a ratio has a compressor: the loader checks it"
         name = "c4" if ratio == C4_RATIO else "c128"
         turn_entries, plan = factors[ratio, "entries"], meta.compressors[ratio]
-        _compress(model, p.compressor, x, view[name], view[f"{name}_state"], plan, turn_entries, index_key=False)
+        compress_tokens(model, p.compressor, x, view[name], view[f"{name}_state"], plan, turn_entries, index_key=False)
     if ratio == C4_RATIO:
         assert p.indexer is not None, "a ratio-4 layer has an indexer: the loader checks it"
         compressor = p.indexer.compressor
-        _compress(model, compressor, x, view["index"], view["index_state"], plan, turn_entries, index_key=True)
+        compress_tokens(model, compressor, x, view["index"], view["index_state"], plan, turn_entries, index_key=True)
         picks = entry_picks(model, p.indexer, x, low, turn, view["index"], c4_page, batch, tap)
     parts = [] if meta.singles is None else [_attend_singles(model, p, q, picks, view, ratio, c4_page, meta.singles)]
     parts += [_attend_chunk(model, p, q, picks, view, ratio, chunk) for chunk in meta.chunks]
@@ -130,7 +130,7 @@ def layer_rows(buffers: Mapping[str, Tensor], layout: KVLayout, name: str, layer
     return buffers[name].narrow(0, layout.place(name, layer) * n_slots, n_slots)
 
 
-def _compress(
+def compress_tokens(
     model: Model,
     p: CompressorParams,
     x: Tensor,
@@ -141,7 +141,18 @@ def _compress(
     *,
     index_key: bool,
 ) -> None:
-    """Write the entries that close in this step and the state that outlives it."""
+    """Write the entries that close in this step and the state that outlives it.
+
+    Args:
+        model: the model.
+        p: weights of the compressor.
+        x: float[T,H]. Normed sublayer input.
+        entries: float[S,D]. The layer's entries.
+        state: f32[S,2*k*D]. The layer's pooling state.
+        plan: where it reads and writes.
+        factors: complex64[C,R/2] at the first position of every closing group.
+        index_key: as in ``finish_entries``.
+    """
     kv, scores = compressor_inputs(model, p, x, plan.phase)
     current = torch.cat((kv, scores), dim=-1)
     if plan.out_loc.shape[0]:

@@ -42,6 +42,11 @@ class Ranks:
         return self.world.rank // self.parallel.tp
 
     @property
+    def context(self) -> Group:
+        """The ranks that the caches of a request are dealt to."""
+        return self.attn if self.parallel.dcp > 1 else Group()
+
+    @property
     def head(self) -> Group:
         """The ranks that the head is split over."""
         return self.attn if self.parallel.dp_lm_head else self.world

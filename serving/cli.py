@@ -225,6 +225,7 @@ def plan(
     ranks: Annotated[int, typer.Option(min=1, help="Ranks in all.")] = 16,
     dp: Annotated[int, typer.Option(min=1, help="Replicas of the attention; the others of a replica share it.")] = 1,
     ep: Annotated[bool, typer.Option("--ep", help="Deal whole experts to the ranks instead of slices.")] = False,
+    dcp: Annotated[bool, typer.Option("--dcp", help="Deal the caches to the ranks of a replica.")] = False,
     dp_lm_head: Annotated[bool, typer.Option("--dp-lm-head", help="Split the head over a replica only.")] = False,
     lm_head_all_to_all: Annotated[
         bool, typer.Option("--lm-head-all-to-all", help="Exchange logits; where every rank is a replica.")
@@ -245,6 +246,7 @@ def plan(
         dp=dp,
         ep=ranks if ep else 1,
         moe="ep" if ep else "tp",
+        dcp=ranks // dp if dcp else 1,
         dp_lm_head=dp_lm_head,
         lm_head_all_to_all=lm_head_all_to_all,
     )
@@ -390,6 +392,7 @@ def serve(
     tp: Annotated[int, typer.Option(min=1, help="Ranks that share one replica's attention; tp * dp in all.")] = 1,
     dp: Annotated[int, typer.Option(min=1, help="Replicas of the attention, with requests of their own.")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="Ranks that whole experts are dealt to: all of them, or 1.")] = 1,
+    dcp: Annotated[int, typer.Option(min=1, help="Ranks that caches are dealt to: all of a replica, or 1.")] = 1,
     dp_lm_head: Annotated[bool, typer.Option("--dp-lm-head", help="Split the head over a replica only.")] = False,
     lm_head_all_to_all: Annotated[
         bool, typer.Option("--lm-head-all-to-all", help="Exchange logits where rows are equal; tp 1.")
@@ -434,6 +437,7 @@ def serve(
         dp=dp,
         ep=ep,
         moe="ep" if ep > 1 else "tp",
+        dcp=dcp,
         dp_lm_head=dp_lm_head,
         lm_head_all_to_all=lm_head_all_to_all,
         sync_token_ids=sync_token_ids,

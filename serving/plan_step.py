@@ -155,12 +155,12 @@ def _planned(config: Config, ranks: Ranks, requests: int, context: int, weights:
         context=context,
         weights=sum(held.values()),
         caches={name: prod(shape) * dtype.itemsize for name, (shape, dtype, _) in specs.items()},
-        per_token=float(sum(cost.per_token for cost in costs)),
+        per_token=float(sum(cost.per_token for cost in costs)) / ranks.parallel.dcp,
         scratch=max(run.peak for run, _ in runs),
         collectives=_added([(run.collectives, n) for run, n in runs]),
         flops=sum(n * run.flops for run, n in runs),
         weights_read=_weights_read(config, ranks.parallel, requests, held),
-        caches_read=requests * _caches_read(config, context),
+        caches_read=requests * _caches_read(config, context) // ranks.parallel.dcp,
     )
 
 
@@ -181,7 +181,7 @@ def _run(config: Config, ranks: Ranks, batch: ForwardBatch, sizes: PoolSizes, re
     """Run a step of a model of these layers, on tensors without content."""
     groups = {str(group.name): group.size for group in (ranks.world, ranks.attn)}
     flops, inside = _experts_inside(config, ranks.parallel, requests)
-    kv = init_kv(config, sizes, torch.bfloat16, torch.device("meta"))
+    kv = init_kv(config, sizes, torch.bfloat16, torch.device("meta"), ways=ranks.parallel.dcp)
     with FakeTensorMode():
         model = _hollow(config, ranks)
         specs = {name: kv.handle.spec(name) for name in kv.handle.names}
@@ -244,7 +244,7 @@ def _prepared(config: Config, parallel: Parallel, requests: int, context: int) -
         next_id=0,
         requests=(),
         table=init_table(sizes),
-        kv=init_kv(config, sizes, torch.bfloat16, device),
+        kv=init_kv(config, sizes, torch.bfloat16, device, ways=parallel.dcp),
         relay=create_handle({"token_ids": torch.zeros(requests + 1, dtype=torch.int64, device=device)}),
         sampling=SamplingState(rows=()),
         launched=None,
@@ -261,7 +261,7 @@ def _prepared(config: Config, parallel: Parallel, requests: int, context: int) -
     shares = RowShares(tokens=rows, logits=rows, is_extend=False, tp=parallel.tp)
     # What a decode in the long run holds of the window: its last pages alone.
     kept = PoolSizes.of(attrs.evolve(capacity, swa_tokens=window), PAGE)
-    return forward_batch(state, batch, shares=shares), init_kv(config, kept, torch.bfloat16, device)
+    return forward_batch(state, batch, shares=shares), init_kv(config, kept, torch.bfloat16, device, ways=parallel.dcp)
 
 
 def _held(config: Config, ranks: Ranks, path: str, shape: tuple[int, ...], kind: Kind, weights: str) -> int:

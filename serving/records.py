@@ -17,7 +17,7 @@ from ..ops.dispatch import kernel_table
 from ..state.batch import StepOutput
 from ..state.capacity import Capacity
 from ..state.captured import Captured
-from ..state.errors import CheckpointError, RequestError
+from ..state.errors import CheckpointError, ConfigError, RequestError
 from ..state.sampling import SamplingParams
 from ..step.compare import Comparison, Difference
 from ..step.decode import decode_step
@@ -79,8 +79,16 @@ def row_independent(model: Model, kernels: str | None) -> Model:
         model: the model.
         kernels: the kernels that were asked for.
     Raises:
-        ConfigError: kernels that do not keep this promise.
+        ConfigError: kernels, or caches dealt to ranks, that do not keep this promise.
     """
+    if model.ranks.parallel.dcp > 1:
+        raise ConfigError(
+            "invariant: expected caches that are whole on every rank, got dcp="
+            f"{model.ranks.parallel.dcp}, whose sums depend on where entries lie; use --dcp 1",
+            field="dcp",
+            expected=1,
+            got=model.ranks.parallel.dcp,
+        )
     table = kernel_table(kernels, model.device.type, invariant=True)
     return attrs.evolve(model, numerics=attrs.evolve(model.numerics, invariant=True), ops=table)
 

@@ -26,7 +26,9 @@ from math import lcm
 from typing import Final, Literal
 
 import attrs
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from .capacity import C4_RATIO, C128_PAGE, C128_RATIO, PoolSizes
 from .config import Config
@@ -66,20 +68,32 @@ class KVLayout:
         kinds: compress ratio of every layer.
         places: index of every layer within its kind (in the ratio-4 or ratio-128 buffers).
         form: who reads them.
+        ways: ranks that every page of entries is dealt to, a block each; pooling state is whole on all of them.
+        share: which of them this is.
     """
 
     sizes: PoolSizes
     kinds: tuple[int, ...]
     places: tuple[int, ...]
     form: CacheForm = "plain"
+    ways: int = 1
+    share: int = 0
 
     @classmethod
-    def of(cls, config: Config, sizes: PoolSizes, form: CacheForm = "plain") -> KVLayout:
+    def of(cls, config: Config, sizes: PoolSizes, form: CacheForm = "plain", ways: int = 1, share: int = 0) -> KVLayout:
         """Lay out the caches of a model.
 
         Raises:
-            ConfigError: the kernels that read them do not take such pages.
+            ConfigError: the kernels that read them do not take such pages, or pages cannot be dealt evenly.
         """
+        if sizes.page_size % (C4_RATIO * ways) or C128_PAGE % ways:
+            raise ConfigError(
+                f"page_size: expected a multiple of {C4_RATIO * ways} to deal pages to {ways} ranks (a divisor of "
+                f"{C128_PAGE}), got {sizes.page_size}",
+                field="page_size",
+                expected=f"multiple of {C4_RATIO * ways}",
+                got=sizes.page_size,
+            )
         step = BLOCK_ROWS * C4_RATIO
         if form == "ascend" and (sizes.page_size % step or sizes.page_size > MAX_BLOCK):
             raise ConfigError(
@@ -94,7 +108,8 @@ class KVLayout:
         for ratio in config.compress_ratios:
             places.append(seen[ratio])
             seen[ratio] += 1
-        return cls(sizes=sizes, kinds=tuple(config.compress_ratios), places=tuple(places), form=form)
+        kinds = tuple(config.compress_ratios)
+        return cls(sizes=sizes, kinds=kinds, places=tuple(places), form=form, ways=ways, share=share)
 
     def n_layers(self, name: str) -> int:
         """Layers that a buffer holds."""
@@ -105,19 +120,43 @@ class KVLayout:
         return self.kinds.count(C128_RATIO if name.startswith("c128") else C4_RATIO)
 
     def n_slots(self, name: str) -> int:
-        """Slots of a buffer per layer, sink page included."""
+        """Slots of a buffer per layer on this rank, sink page included."""
         sizes = self.sizes
         match name:
             case "swa":
-                return (sizes.swa_pages + 1) * sizes.page_size
+                return (sizes.swa_pages + 1) * self.block(name)
             case "c4" | "index" | "index_scale":
-                return (sizes.pages + 1) * sizes.c4_page
+                return (sizes.pages + 1) * self.block(name)
             case "c128":
-                return (sizes.c128_pages + 1) * C128_PAGE
+                return (sizes.c128_pages + 1) * self.block(name)
             case "c4_state" | "index_state":
                 return _state_rows(sizes.swa_pages * C4_RING, C4_RING, C4_RATIO)
         assert name == "c128_state", f"no buffer is called {name!r}"
         return _state_rows(sizes.requests * C128_RING, C128_RING, C128_RATIO)
+
+    def block(self, name: str) -> int:
+        """Slots of a page of entries on this rank."""
+        whole = self.sizes.page_size if name == "swa" else C128_PAGE if name == "c128" else self.sizes.c4_page
+        return whole // self.ways
+
+    def is_here(self, name: str, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell which slots lie on this rank: of every page the rank's block, and all of a pooling state."""
+        if self.ways == 1 or name.endswith("_state"):
+            return np.ones(slots.shape, bool)
+        return slots // self.block(name) % self.ways == self.share
+
+    def local(self, name: str, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Find where slots lie on this rank; those that do not are sent to the sink."""
+        if self.ways == 1 or name.endswith("_state"):
+            return slots
+        block = self.block(name)
+        rows = slots // (block * self.ways) * block + slots % block
+        return np.where(self.is_here(name, slots), rows, 0)
+
+    def rows(self, name: str, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """List the buffer rows of those slots that lie on this rank, in every layer, layer-major."""
+        mine = self.local(name, slots[self.is_here(name, slots)])
+        return (np.arange(self.n_layers(name))[:, None] * self.n_slots(name) + mine).reshape(-1)
 
     def dummy(self, name: str) -> int:
         """Slot of the dummy row of a state buffer."""
@@ -161,7 +200,13 @@ class KVState:
 
 
 def init_kv(
-    config: Config, sizes: PoolSizes, dtype: torch.dtype, device: torch.device, form: CacheForm = "plain"
+    config: Config,
+    sizes: PoolSizes,
+    dtype: torch.dtype,
+    device: torch.device,
+    form: CacheForm = "plain",
+    ways: int = 1,
+    share: int = 0,
 ) -> KVState:
     """Allocate empty caches.
 
@@ -171,10 +216,12 @@ def init_kv(
         dtype: of entries; pooling state is f32.
         device: where they lie.
         form: who reads them.
+        ways: ranks that entries are dealt to.
+        share: which of them this is.
     Returns:
         Zeroed pools and states of (value 0, score -inf).
     """
-    layout = KVLayout.of(config, sizes, form)
+    layout = KVLayout.of(config, sizes, form, ways, share)
     widths = {
         "swa": config.head_dim,
         "c4": config.head_dim,

@@ -31,6 +31,7 @@ class Parallel:
             refused. None sends as many as there are, which the host has to count.
         placement: place of every expert, a permutation of the experts for every layer, or () for places by number:
             rank r holds places ``r * E / ep`` to ``(r + 1) * E / ep - 1``. With ``moe="ep"``.
+        dcp: ranks that a request's caches are dealt to, in blocks of a page's share: 1, or all ranks of a replica.
         sync_token_ids: let the ranks of a replica agree on every sampled token by taking the smallest.
         timeout_s: seconds that a rank waits for the others in any exchange.
         pp: pipeline stages; there are none.
@@ -46,6 +47,7 @@ class Parallel:
     lm_head_all_to_all: bool = False
     capacity: int | None = None
     placement: tuple[tuple[int, ...], ...] = ()
+    dcp: int = 1
     sync_token_ids: bool = False
     timeout_s: float = 60.0
     pp: int = 1
@@ -56,10 +58,11 @@ class Parallel:
         return self.tp * self.dp
 
     def __attrs_post_init__(self) -> None:
-        for field in ("tp", "dp", "ep", "pp"):
+        for field in ("tp", "dp", "ep", "dcp", "pp"):
             n = getattr(self, field)
             _require(isinstance(n, int) and not isinstance(n, bool) and n >= 1, field, "an integer from 1 up", n)
         _require(self.pp == 1, "pp", "1: there is no pipeline parallelism; split the model by tp, dp and ep", self.pp)
+        _require(self.dcp in (1, self.tp), "dcp", f"1, or tp = {self.tp}", self.dcp)
         _require(self.moe in ("tp", "ep"), "moe", '"tp" or "ep"', self.moe)
         n_holders = self.ranks if self.moe == "ep" else 1
         _require(

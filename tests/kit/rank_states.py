@@ -22,15 +22,18 @@ from torch import Tensor
 __all__ = [
     "Loaded",
     "agree",
+    "cache_rows",
     "constrained",
     "continue_saved",
     "decide",
     "decode_many",
     "export_after",
+    "fork_and_go",
     "import_and_go",
     "load_ascend",
     "load_counted",
     "prints",
+    "refuse_to_move",
     "saved_after",
 ]
 
@@ -228,3 +231,44 @@ def constrained(parallel: ps.Parallel, ids: Sequence[int], allowed: int) -> tupl
     state, first = ps.extend_step(model, state, {request: list(ids)}, mask={request: bits})
     _, second = ps.decode_step(model, state, mask={request: bits})
     return first.next_token_ids + second.next_token_ids
+
+
+def _paged(parallel: ps.Parallel) -> tuple[ps.Model, ps.DecodeState]:
+    model = part_of(parallel, RATIOS, 0)
+    return model, fresh(model, 3, page_size=16)
+
+
+def fork_and_go(parallel: ps.Parallel, ids: Sequence[int], at: int) -> list[list[int]]:
+    """Fork a request at a token, go on with both, and return all tokens; the states stay sound."""
+    model, state = _paged(parallel)
+    state, parent = ps.open_request(state, ENDLESS)
+    state, _ = ps.extend_step(model, state, {parent: list(ids)})
+    state, child = ps.fork_request(state, parent)
+    state, cut = ps.fork_request(state, parent, at=at)
+    for _ in range(5):
+        state, _ = ps.decode_step(model, state, only=[parent, child, cut])
+    assert ps.invariants.check(state) == ()
+    return [ps.find_request(state, one).tokens.tolist() for one in (parent, child, cut)]
+
+
+def cache_rows(parallel: ps.Parallel) -> dict[str, int]:
+    """Count the rows of this rank's cache buffers."""
+    _, state = _paged(parallel)
+    return {name: state.kv.handle.spec(name)[0][0] for name in state.kv.handle.names}
+
+
+def refuse_to_move(parallel: ps.Parallel) -> list[str]:
+    """Try to export, save and restore; return what each came to."""
+    model, state = _paged(parallel)
+    state, request = ps.open_request(state, ENDLESS)
+    found = []
+    for move in (
+        lambda: ps.export_request(state, request),
+        lambda: ps.save_state(state, "nowhere"),
+        lambda: ps.restore_state(model, "nowhere"),
+    ):
+        try:
+            move()
+        except ps.PurestepError as error:
+            found.append(type(error).__name__)
+    return found

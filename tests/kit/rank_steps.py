@@ -88,9 +88,10 @@ def play(
     *,
     capture: Sequence[str] = (),
     requests: int = 3,
+    page_size: int = 8,
 ) -> tuple[ps.DecodeState, Played]:
     """Step one replica through a history."""
-    state = fresh(model, requests)
+    state = fresh(model, requests, page_size=page_size)
     for _ in range(requests):
         state, _ = ps.open_request(state, params)
     outs = []
