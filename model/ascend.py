@@ -308,6 +308,7 @@ def kernel_params(config: Config, params: Params, dtype: torch.dtype, *, int8_we
 
     def layer(p: LayerParams) -> LayerParams:
         attn, ffn = p.attn, p.ffn
+        assert isinstance(attn.wo_a, Tensor), "weights for these kernels are expanded before"
         groups = attn.wo_a.unflatten(0, (config.o_groups, -1))
         attn = attrs.evolve(
             attn,

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from ..ops.collectives import all_reduce
+from ..ops.experts import ACTIVATION_GROUP
 from ..state.config import Config
+from ..state.kv import FP4_GROUP, FP8_GROUP
 from .model import Model
-from .params import AttentionParams, CompressorParams, IndexerParams
-from .rotary import FP4_GROUP, FP8_GROUP
+from .params import AttentionParams, CompressorParams, IndexerParams, Weight
+from .variants import activation_rows
 
 __all__ = [
     "compressor_inputs",
@@ -29,7 +31,15 @@ __all__ = [
     "project_output",
     "project_query",
     "query_heads",
+    "round_entries",
+    "round_index",
+    "spread_index",
 ]
+
+
+def _project(model: Model, x: Tensor, w: Weight) -> Tensor:
+    """Multiply rows by a weight that releases quantise: float[...,H] -> float[...,F]."""
+    return model.ops.linear(activation_rows(model, x), w)
 
 
 def query_heads(model: Model, p: AttentionParams, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,8 +53,8 @@ def query_heads(model: Model, p: AttentionParams, x: Tensor) -> tuple[Tensor, Te
         (q float[...,T,N,D], low float[...,T,Q]).
     """
     ops, eps = model.ops, model.config.rms_norm_eps
-    low = ops.rms_norm(ops.linear(x, p.wq_a), p.q_norm, eps)
-    q = ops.linear(low, p.wq_b).unflatten(-1, (-1, model.config.head_dim))
+    low = ops.rms_norm(_project(model, x, p.wq_a), p.q_norm, eps)
+    q = _project(model, low, p.wq_b).unflatten(-1, (-1, model.config.head_dim))
     return ops.normalize_query(q, eps, rounding=model.numerics.query_norm_rounding), low
 
 
@@ -72,19 +82,36 @@ def project_kv(model: Model, p: AttentionParams, x: Tensor, factors: Tensor) -> 
         x: float[...,T,H].
         factors: complex64[...,T,R/2] at the token positions.
     Returns:
-        float[...,T,D], rotated, rounded as the numerics say.
+        float[...,T,D], rotated; ``round_entries`` rounds it as an attention over it reads it.
     """
-    ops = model.ops
-    kv = ops.rms_norm(ops.linear(x, p.wkv), p.kv_norm, model.config.rms_norm_eps)
-    return _round_entry(model, ops.apply_rotary(kv, factors))
+    return _turned(model, _project(model, x, p.wkv), p.kv_norm, factors)
 
 
-def _round_entry(model: Model, entry: Tensor) -> Tensor:
+def _turned(model: Model, x: Tensor, norm: Tensor, factors: Tensor) -> Tensor:
+    """Norm and rotate what becomes an entry: float[...,D], in f32 where its rounding to FP8 wants the wide values."""
+    numerics, ops = model.numerics, model.ops
+    x = ops.rms_norm(x if numerics.entry_norm_rounding else x.float(), norm, model.config.rms_norm_eps)
+    if numerics.entry_norm_rounding:
+        x = x.to(model.dtype)
+    if numerics.kv_qdq == "wide":
+        return ops.apply_rotary(x.float(), factors)
+    return ops.apply_rotary(x, factors).to(model.dtype)
+
+
+def round_entries(model: Model, entries: Tensor) -> Tensor:
+    """Round window or compressed entries to what attention reads.
+
+    Args:
+        model: the model.
+        entries: float[...,D] of ``project_kv`` or ``finish_entries``.
+    Returns:
+        float[...,D] in the model's dtype.
+    """
     if not model.numerics.kv_qdq:
-        return entry
+        return entries
     width = model.config.head_dim - model.config.qk_rope_head_dim
-    head, tail = entry.split((width, model.config.qk_rope_head_dim), dim=-1)
-    return torch.cat((model.ops.round_fp8(head, FP8_GROUP), tail), dim=-1)
+    head, tail = entries.split((width, model.config.qk_rope_head_dim), dim=-1)
+    return torch.cat((model.ops.round_fp8(head, FP8_GROUP), tail), dim=-1).to(model.dtype)
 
 
 def compressor_inputs(model: Model, p: CompressorParams, x: Tensor, phase: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,35 +125,58 @@ def compressor_inputs(model: Model, p: CompressorParams, x: Tensor, phase: Tenso
     Returns:
         (kv f32[...,T,k*D], scores f32[...,T,k*D]), scores with the position bias.
     """
-    wide = x.float()
-    kv = model.ops.linear(wide, p.wkv.float())
-    return kv, model.ops.linear(wide, p.wgate.float()) + p.ape.index_select(0, phase)
+    rows = x if model.numerics.pooling_rounding == "all" else x.float()
+    kv, gate = (model.ops.linear(rows, w.float()).float() for w in (p.wkv, p.wgate))
+    return kv, gate + p.ape.index_select(0, phase)
 
 
-def finish_entries(model: Model, p: CompressorParams, pooled: Tensor, factors: Tensor, *, index_key: bool) -> Tensor:
-    """Norm, rotate and round pooled groups into cache entries.
+def finish_entries(model: Model, p: CompressorParams, pooled: Tensor, factors: Tensor) -> Tensor:
+    """Norm and rotate pooled groups into entries; ``round_entries`` or ``round_index`` rounds them.
 
     Args:
         model: the model.
         p: weights of the compressor.
         pooled: f32[...,C,D].
         factors: complex64[...,C,R/2] at the first position of every group.
-        index_key: the indexer's keys (Hadamard, FP4) instead of attention entries (FP8).
     Returns:
         float[...,C,D].
-    Rounding: pooled values to the model's dtype before the norm.
+    Rounding: pooled values to the model's dtype before the norm, unless the numerics leave that out.
     """
-    ops = model.ops
-    entry = ops.rms_norm(pooled.to(model.dtype), p.norm, model.config.rms_norm_eps)
-    entry = ops.apply_rotary(entry, factors)
-    return _round_index(model, entry) if index_key else _round_entry(model, entry)
+    if model.numerics.pooling_rounding != "none":
+        pooled = pooled.to(model.dtype)
+    return _turned(model, pooled, p.norm, factors)
 
 
-def _round_index(model: Model, x: Tensor) -> Tensor:
-    if model.numerics.indexer_hadamard:
-        x = model.ops.hadamard(x)
-    if model.numerics.indexer_qdq:
-        x = model.ops.round_fp4(x, FP4_GROUP)
+def spread_index(model: Model, x: Tensor) -> Tensor:
+    """Spread index queries or keys over their channels before they are rounded.
+
+    Args:
+        model: the model.
+        x: float[...,J].
+    Returns:
+        float[...,J] in the model's dtype: rotated by a Walsh-Hadamard matrix, if the numerics say so.
+    """
+    x = x.to(model.dtype)
+    return model.ops.hadamard(x) if model.numerics.indexer_hadamard else x
+
+
+def round_index(model: Model, x: Tensor) -> Tensor:
+    """Round index queries or keys to what is multiplied.
+
+    Args:
+        model: the model.
+        x: float[...,J].
+    Returns:
+        float[...,J] in ``model.key_dtype``.
+    """
+    x = spread_index(model, x)
+    match model.numerics.indexer_qdq:
+        case "fp8":
+            return model.ops.round_fp8_rows(x)
+        case "int8":
+            return model.ops.round_int8_rows(x)
+        case True:
+            return model.ops.round_fp4(x, FP4_GROUP)
     return x
 
 
@@ -141,8 +191,8 @@ def index_query(model: Model, p: IndexerParams, low: Tensor, factors: Tensor) ->
     Returns:
         float[...,T,I,J].
     """
-    q = model.ops.linear(low, p.wq_b).unflatten(-1, (-1, model.config.index_head_dim))
-    return _round_index(model, model.ops.apply_rotary(q, factors.unsqueeze(-2)))
+    q = _project(model, low, p.wq_b).unflatten(-1, (-1, model.config.index_head_dim))
+    return round_index(model, model.ops.apply_rotary(q, factors.unsqueeze(-2)))
 
 
 def index_weights(model: Model, p: IndexerParams, x: Tensor) -> Tensor:
@@ -155,7 +205,8 @@ def index_weights(model: Model, p: IndexerParams, x: Tensor) -> Tensor:
     Returns:
         float[...,T,I].
     """
-    return model.ops.linear(x, p.weights_proj) * _index_scale(model.config)
+    weights = model.ops.linear(x, p.weights_proj)
+    return (weights if model.numerics.index_score_rounding else weights.float()) * _index_scale(model.config)
 
 
 def entry_scores(model: Model, query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
@@ -201,6 +252,11 @@ def group_rows(model: Model, p: AttentionParams, o: Tensor) -> Tensor:
     Returns:
         float[...,T,H].
     """
-    w = p.wo_a if p.wo_a.dim() == 3 else p.wo_a.unflatten(0, (-1, model.config.o_lora_rank))
-    low = model.ops.grouped_linear(o.flatten(-2).unflatten(-1, (w.shape[0], -1)), w)
-    return all_reduce(model.ops.linear(low.flatten(-2), p.wo_b), model.ranks.attn)
+    w = p.wo_a
+    if isinstance(w, Tensor) and w.dim() == 2:
+        w = w.unflatten(0, (-1, model.config.o_lora_rank))
+    groups = w.shape[0] if isinstance(w, Tensor) else model.config.o_groups
+    rows = o.flatten(-2).unflatten(-1, (groups, -1))
+    if model.numerics.wo_a_qdq:
+        rows = model.ops.round_fp8(rows, ACTIVATION_GROUP)
+    return all_reduce(_project(model, model.ops.grouped_linear(rows, w).flatten(-2), p.wo_b), model.ranks.attn)

@@ -2,11 +2,7 @@
 
 Everything that can be wrong is looked for in the headers first: names, shapes, types and files. One error tells all of
 it, before memory is taken. Of the values only the expert tables of the hash layers are looked at, because their rows
-must be distinct expert ids.
-
-Weights are copied out of the mapped files. A mapped tensor would sit at whatever address its file gives it, and matrix
-products on a CPU round differently at different alignments: the same weights would give other logits when they are read
-from other files. It would also change, or end the process, when its file is overwritten.
+must be distinct expert ids, and stored weights, whose codes and scales must be numbers.
 
 Source: DeepSeek-V4 release, ``inference/convert.py`` (names) and ``model.safetensors.index.json``.
 """
@@ -17,8 +13,8 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -27,17 +23,22 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..ops.formats import E8M0, Fp4Weight, Fp8Weight, StoredWeight, weight_shape
 from ..state.config import Config
 from ..state.config_reading import config_from_dict, config_to_dict
 from ..state.errors import ConfigError, DtypeError, ShapeError
-from .cuts import check_layout, cut_shape, leaf_cuts, piece_parts, placed_experts
+from .cuts import check_layout, leaf_cuts, placed_experts
+from .filling import Progress, float_type, official_blocks, read_weights
 from .header_checks import check_expert_tables, match_tensors
 from .initial import init_params
-from .layout import Kind, Piece, expected_shapes, leaf_shapes, parameter_count, tensor_pieces
-from .leaves import leaves_from_params, params_from_leaves
+from .layout import expected_shapes, leaf_shapes, parameter_count, tensor_pieces
+from .leaves import params_from_leaves, weights_from_params
 from .params import Params
+from .part_reading import read_parts
 from .ranks import Ranks
-from .shards import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, Faults, Shards, open_shards, read_json
+from .shards import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, Faults, read_headers, read_json
+from .slicing import checked_layers, moved_path, slice_config
+from .storage import Form, declared_forms, quantization_header, scale_names
 
 __all__ = [
     "CheckpointNote",
@@ -50,14 +51,15 @@ __all__ = [
     "write_checkpoint",
 ]
 
-Progress = Callable[[int, int, str], None]
-
 _DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
     torch.float32: "float32",
 }
 """The model dtypes that a ``config.json`` can name."""
+
+_CODE_TYPES: Final = (torch.float8_e4m3fn, torch.int8)
+"""The types of codes in files."""
 
 _OWN_FILES: Final = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 """What ``write_checkpoint`` writes besides ``config.json``, and so replaces."""
@@ -85,41 +87,68 @@ def read_checkpoint(
     folder: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
+    stored: bool | None = None,
+    layers: Iterable[int] | None = None,
     progress: Progress | None = None,
     ranks: Ranks | None = None,
 ) -> tuple[Config, Params]:
     """Read a checkpoint: ``config.json`` and one safetensors file, or several with an index.
 
-    Files outside the index are ignored, with a ``CheckpointNote``; so is the draft block ``mtp.0``.
+    Files outside the index are ignored, with a ``CheckpointNote``; so is the draft block ``mtp.0``, which
+    ``read_draft`` reads.
 
     Args:
         folder: of the checkpoint.
         dtype: of the weights in the result; by default the one that the configuration names. What the model keeps in
             F32 (mHC, sinks, position and selection biases) is F32 whatever this says.
-        progress: called after each tensor with (tensors done, tensors in all, name).
+        stored: keep FP8 and FP4 weights as codes and scales; by default where no ``dtype`` is given. A part of the
+            weights is always expanded.
+        layers: read these alone, in ascending order, as a model of their own. All by default.
+        progress: called after each weight with (weights done, weights in all, name).
         ranks: this process's place in a layout; it reads its part of the weights and no other. Default: alone.
     Returns:
-        (config, params): the configuration as the file has it, and the weights on the CPU, in memory of their own.
+        (config, params): the configuration as the file has it, or that of the layers chosen, and the weights on the
+        CPU, in memory of their own.
     Raises:
-        CheckpointError: files or tensors are missing, damaged, left over, misshapen, quantised or of a wrong type.
-        ConfigError: the configuration is not of a model that purestep can run, or not in this layout.
+        CheckpointError: files or tensors are missing, damaged, left over, misshapen, of a wrong type or without scales.
+        ConfigError: the configuration is not of a model that purestep can run, or not in this layout, or has no such
+            layers; or a part of the weights is to be kept stored.
         DtypeError: ``dtype`` is not a floating type of at least 16 bits.
     """
     where = Path(folder)
-    config = read_config(where)
+    raw = read_json(where / CONFIG_FILE)
+    config = config_from_dict(raw)
     ranks = ranks or Ranks()
     check_layout(config, ranks.parallel)
+    if ranks.world.size > 1 and stored:
+        raise ConfigError(
+            "stored: expected False or None over several ranks, which expand their parts of the weights, got True",
+            field="stored",
+            expected=False,
+            got=stored,
+        )
     kept = getattr(torch, config.torch_dtype) if dtype is None else dtype
     if kept not in (*_DTYPES, torch.float64):
         raise DtypeError(f"dtype: expected bfloat16, float16, float32 or float64, got {kept}", field="dtype", got=kept)
-    faults = Faults(where)
-    with ExitStack() as stack:
-        shards = open_shards(where, stack, faults)
-        pieces = match_tensors(config, shards, faults)
-        faults.raise_if_any()
-        check_expert_tables(config, pieces, shards, faults)
-        faults.raise_if_any()
-        leaves = _read_leaves(config, ranks, pieces, shards, kept, progress)
+    if layers is not None and ranks.parallel.placement:
+        raise ConfigError(
+            "layers: expected all of them with a placement of experts, which is that of the whole model, got a choice",
+            field="layers",
+            expected=None,
+        )
+    chosen = None if layers is None else checked_layers(config, layers)
+    faults, shards = Faults(where), read_headers(where)
+    found = match_tensors(config, shards, faults, declared=declared_forms(raw), layers=chosen).weights
+    faults.raise_if_any()
+    check_expert_tables(config, found, shards, faults)
+    faults.raise_if_any()
+    keeps = dtype is None if stored is None else stored
+    weights: Mapping[str, Tensor | StoredWeight]
+    if ranks.world.size > 1:
+        cuts = partial(leaf_cuts, config, ranks)
+        weights = read_parts(shards, found, leaf_shapes(config), kept, cuts, progress=progress)
+    else:
+        weights = read_weights(shards, found, leaf_shapes(config), kept, stored=keeps, progress=progress)
     if shards.strays:
         names = ", ".join(shards.strays[:20])
         warnings.warn(
@@ -127,24 +156,29 @@ def read_checkpoint(
             CheckpointNote,
             stacklevel=2,
         )
-    return config, placed_experts(config, params_from_leaves(leaves), ranks.parallel)
+    if chosen is not None:
+        moved = {moved_path(path, chosen): weight for path, weight in weights.items()}
+        weights = {path: weight for path, weight in moved.items() if path is not None}
+        config = slice_config(config, chosen)
+    return config, placed_experts(params_from_leaves(weights), ranks.parallel)
 
 
 def official_tensors(config: Config, params: Params) -> dict[str, Tensor]:
-    """List the weights under their official names.
+    """List the weights under their official names; stored ones as codes, and scales after them.
 
     Args:
         config: the numbers of the model that ``params`` belongs to.
         params: the weights.
     Returns:
-        Tensors by name, as ``expected_shapes`` lists them.
+        Tensors by name, as ``expected_shapes`` lists them, and scales.
     Raises:
-        ShapeError: ``params`` does not have the tensors that ``config`` asks for.
+        ShapeError: ``params`` does not have the tensors that ``config`` asks for, or FP8 blocks that run across two of
+            them.
     Aliasing: the result shares all storage with ``params``.
     """
-    leaves = leaves_from_params(params)
+    weights = weights_from_params(params)
     expected = {path: shape for path, (shape, _) in leaf_shapes(config).items()}
-    got = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
+    got = {path: _shape_of(weight) for path, weight in weights.items()}
     wrong = [path for path in expected.keys() | got.keys() if expected.get(path) != got.get(path)]
     if wrong:
         shown = "; ".join(f"{path}: expected {expected.get(path)}, got {got.get(path)}" for path in sorted(wrong)[:20])
@@ -154,7 +188,25 @@ def official_tensors(config: Config, params: Params) -> dict[str, Tensor]:
             expected=expected.get(min(wrong)),
             got=got.get(min(wrong)),
         )
-    return {piece.name: leaves[piece.leaf][piece.block] for piece in tensor_pieces(config)}
+    tensors = {}
+    for piece in tensor_pieces(config):
+        weight = weights[piece.leaf]
+        if isinstance(weight, Tensor):
+            tensors[piece.name] = weight[piece.block]
+            continue
+        blocks = official_blocks(weight, piece)
+        if blocks is None:
+            raise ShapeError(
+                f"params: {piece.leaf}: expected FP8 blocks of 128 rows within {piece.name}, got blocks that go on in "
+                "the next tensor; expand the weights first",
+                field=piece.leaf,
+            )
+        tensors[piece.name], tensors[scale_names(piece.name)[0]] = blocks
+    return tensors
+
+
+def _shape_of(weight: Tensor | StoredWeight) -> tuple[int, ...]:
+    return tuple(weight.shape) if isinstance(weight, Tensor) else weight_shape(weight)
 
 
 def write_checkpoint(
@@ -174,7 +226,8 @@ def write_checkpoint(
         folder: made if it does not exist.
         config: the model's numbers; ``torch_dtype`` in the file is the dtype written.
         params: the weights.
-        dtype: of what is written; by default that of ``params.embed``. What the model keeps in F32 is written in F32.
+        dtype: of what is written as floats; by default that of ``params.embed``. What the model keeps in F32 is written
+            in F32, stored weights as they are stored.
         max_shard_bytes: start a new file before one gets bigger than this (a single tensor may still be bigger).
     Raises:
         ConfigError: ``config`` is not one that ``read_checkpoint`` would take, or ``max_shard_bytes`` is not positive.
@@ -191,11 +244,14 @@ def write_checkpoint(
             expected="a positive number",
             got=max_shard_bytes,
         )
-    header = config_to_dict(attrs.evolve(config, torch_dtype=_DTYPES[kept]))
+    header = config_to_dict(attrs.evolve(config, torch_dtype=_DTYPES[kept])) | _stored_header(config, params)
     config_from_dict(header)
     tensors = official_tensors(config, params)
     kinds = {name: kind for name, (_, kind) in expected_shapes(config).items()}
-    types = {name: _dtype_of(kinds[name], kept) for name in tensors}
+    types = {
+        name: tensor.dtype if tensor.dtype in _CODE_TYPES or name not in kinds else float_type(kinds[name], kept)
+        for name, tensor in tensors.items()
+    }
     groups = _group(tensors, types, max_shard_bytes)
     where = Path(folder)
     where.mkdir(parents=True, exist_ok=True)
@@ -214,26 +270,17 @@ def write_checkpoint(
             part.unlink(missing_ok=True)
 
 
-def _dtype_of(kind: Kind, dtype: torch.dtype) -> torch.dtype:
-    if kind == "ids":
-        return torch.int64
-    return torch.float32 if kind == "f32" else dtype
-
-
-def _read_leaves(
-    config: Config, ranks: Ranks, pieces: list[Piece], shards: Shards, dtype: torch.dtype, progress: Progress | None
-) -> dict[str, Tensor]:
-    leaves: dict[str, Tensor] = {}
-    shapes = leaf_shapes(config)
-    for done, piece in enumerate(pieces, 1):
-        full, cuts = shapes[piece.leaf][0], leaf_cuts(config, ranks, piece.leaf)
-        if piece.leaf not in leaves:
-            leaves[piece.leaf] = torch.zeros(cut_shape(full, cuts), dtype=_dtype_of(piece.kind, dtype))
-        for part, place in piece_parts(full, piece.block, cuts):
-            leaves[piece.leaf][place].copy_(shards.read(piece.name, part))
-        if progress is not None:
-            progress(done, len(pieces), piece.name)
-    return leaves
+def _stored_header(config: Config, params: Params) -> dict[str, object]:
+    """Say in which forms the weights are, as a release's configuration does."""
+    weights = weights_from_params(params)
+    forms: dict[str, Form] = {}
+    scales = "F8_E8M0"
+    for path, (_, kind) in leaf_shapes(config).items():
+        weight = weights.get(path)
+        if isinstance(weight, Fp8Weight | Fp4Weight):
+            forms[kind] = "fp8" if isinstance(weight, Fp8Weight) else "fp4"
+            scales = scales if weight.scales.dtype is E8M0 else "F32"
+    return quantization_header(forms.get("linear", "wide"), forms.get("expert", "wide"), scales)
 
 
 def _n_bytes(tensor: Tensor, dtype: torch.dtype) -> int:

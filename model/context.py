@@ -25,8 +25,9 @@ from ..state.capacity import C4_RATIO, C128_RATIO
 from ..state.kv import KVLayout
 from .attention import index_query, index_weights, project_kv, project_output, project_query
 from .model import Model
-from .paged import compress_tokens, layer_rows
+from .paged import ENTRIES, compress_tokens, fold_tokens, layer_rows
 from .params import AttentionParams, IndexerParams
+from .pools import Pool, entry_pool, key_pool
 from .reading import GATHER_BUDGET, gather_rows, ordered_picks, paged_loc
 from .stages import Tap, untapped
 
@@ -64,19 +65,21 @@ def context_attention(
     view = {name: layer_rows(buffers, layout, name, layer) for name in layout.buffers_of(layer)}
     turn = factors[ratio, "tokens"]
     q, low = project_query(model, p, x, turn)
-    view["swa"].index_copy_(0, meta.swa_loc, project_kv(model, p, x, turn))
+    pools = {name: entry_pool(model, layout, rows) for name, rows in view.items() if name in ENTRIES}
+    pools["swa"].write(meta.swa_loc, project_kv(model, p, x, turn))
     picks: Tensor | None = None
     if ratio:
         assert p.compressor is not None, "a layer with a ratio has a compressor: the loader checks it"
         name = "c4" if ratio == C4_RATIO else "c128"
         turn_entries, plan = factors[ratio, "entries"], meta.compressors[ratio]
-        compress_tokens(model, p.compressor, x, view[name], view[f"{name}_state"], plan, turn_entries, index_key=False)
+        compress = fold_tokens if layout.is_online and ratio == C128_RATIO else compress_tokens
+        compress(model, p.compressor, x, pools[name], view[f"{name}_state"], plan, turn_entries)
     if ratio == C4_RATIO:
         assert p.indexer is not None, "a ratio-4 layer has an indexer: the loader checks it"
-        compressor = p.indexer.compressor
-        compress_tokens(model, compressor, x, view["index"], view["index_state"], plan, turn_entries, index_key=True)
-        picks = _picks(model, p.indexer, x, low, turn, view["index"], layout, batch, tap)
-    out, lse = _attend_own(model, _all_heads(q, group), picks, view, ratio, layout, meta.singles)
+        keys = key_pool(model, layout, view["index"])
+        compress_tokens(model, p.indexer.compressor, x, keys, view["index_state"], plan, turn_entries)
+        picks = _picks(model, p.indexer, x, low, turn, keys, layout, batch, tap)
+    out, lse = _attend_own(model, _all_heads(q, group), picks, pools, ratio, layout, meta.singles)
     heads = _to_head_owners(out, lse, p.attn_sink, group).to(x.dtype)
     return project_output(model, p, tap("attn.heads", heads), turn)
 
@@ -102,7 +105,7 @@ def _attend_own(
     model: Model,
     q: Tensor,
     picks: Tensor | None,
-    view: Mapping[str, Tensor],
+    pools: Mapping[str, Pool],
     ratio: int,
     layout: KVLayout,
     meta: SingleMetadata,
@@ -113,7 +116,10 @@ def _attend_own(
     outs, sums = [], []
     for a in range(0, len(q), step):
         rows = slice(a, a + step)
-        keys, mask = [gather_rows(view["swa"], meta.window_loc[rows], meta.window_mask[rows])], [meta.window_mask[rows]]
+        keys, mask = (
+            [gather_rows(pools["swa"], meta.window_loc[rows], meta.window_mask[rows])],
+            [meta.window_mask[rows]],
+        )
         if ratio:
             is_c4 = ratio == C4_RATIO
             name, pages = ("c4", meta.c4_pages[rows]) if is_c4 else ("c128", meta.c128_pages[rows])
@@ -123,14 +129,14 @@ def _attend_own(
             elif most and picks is not None:
                 loc, seen = _own_picks(layout, pages, picks[rows])
             if most:
-                keys.append(gather_rows(view[name], loc, seen))
+                keys.append(gather_rows(pools[name], loc, seen))
                 mask.append(seen)
         out, lse = attend_part(
             q[rows].unsqueeze(1),
             torch.cat(keys, dim=1),
             torch.cat(mask, dim=1).unsqueeze(1),
             scale=model.config.head_dim**-0.5,
-            rounding=model.numerics.probability_rounding,
+            rounding=model.numerics.probability_rounding is True,
         )
         outs.append(out.squeeze(1))
         sums.append(lse.squeeze(1))
@@ -158,7 +164,7 @@ def _picks(
     x: Tensor,
     low: Tensor,
     turn: Tensor,
-    keys: Tensor,
+    keys: Pool,
     layout: KVLayout,
     batch: ForwardBatch,
     tap: Tap,

@@ -261,10 +261,10 @@ def cut_params(config: Config, params: Params, ranks: Ranks) -> Params:
         cut[path] = torch.zeros(cut_shape(shape, cuts), dtype=leaf.dtype, device=leaf.device)
         for part, place in piece_parts(shape, (), cuts):
             cut[path][place].copy_(leaf if part is None else leaf[part])
-    return placed_experts(config, params_from_leaves(cut), ranks.parallel)
+    return placed_experts(params_from_leaves(cut), ranks.parallel)
 
 
-def placed_experts(config: Config, params: Params, parallel: Parallel) -> Params:
+def placed_experts(params: Params, parallel: Parallel) -> Params:
     """Note in every layer where its experts lie; nothing changes where they lie by number."""
     if not parallel.placement:
         return params

@@ -20,6 +20,7 @@ from ..state.shares import RowShares
 from .model import Model
 from .params import MoEParams
 from .row_exchange import gather_rows, own_share, require_shares, return_rows, share_rows
+from .variants import activation_rows
 
 __all__ = ["run_experts"]
 
@@ -40,7 +41,7 @@ def run_experts(
         float[...,T,H].
     Rounding: routed sum and shared expert added in f32, also over ranks, then one rounding.
     """
-    ranks = model.ranks
+    ranks, x = model.ranks, activation_rows(model, x)
     if ranks.world.size > 1 and ranks.parallel.moe == "ep":
         return _run_dealt(model, p, x, ids, weights, shares)
     if ranks.parallel.dp == 1:
@@ -54,8 +55,12 @@ def run_experts(
 
 def _run_here(model: Model, p: MoEParams, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Run what this rank holds of every expert: f32[...,T,H]."""
+    return _run_routed(model, p, x, ids, weights) + _run_shared(model, p, x).float()
+
+
+def _run_routed(model: Model, p: MoEParams, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     routed = model.ops.experts(x, ids, weights, p.w13, p.w2, model.config.swiglu_limit)
-    return routed + _run_shared(model, p, x).float()
+    return routed * model.config.routed_scaling_factor if model.numerics.routing_weight == "summed" else routed
 
 
 def _run_shared(model: Model, p: MoEParams, x: Tensor) -> Tensor:
@@ -83,6 +88,6 @@ def _experts_of(model: Model, p: MoEParams) -> Callable[[Tensor, Tensor, Tensor]
     def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         if not x.shape[0]:
             return torch.zeros_like(x, dtype=torch.float32)
-        return model.ops.experts(x, ids, weights, p.w13, p.w2, model.config.swiglu_limit)
+        return _run_routed(model, p, x, ids, weights)
 
     return run

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..ops.streams import split_streams
 from ..state.batch import ForwardBatch, MHCState
-from ..state.errors import ConfigError, RequestError
+from ..state.errors import RequestError
 from ..state.kv import KVLayout, KVState
 from . import ascend
 from .ascend import AscendOperands
@@ -56,14 +56,7 @@ def layer_operands(model: Model, layout: KVLayout, batch: ForwardBatch) -> Opera
     Raises:
         ConfigError: caches of a form that the model's kernels do not read.
     """
-    if layout.form != model.cache_form:
-        raise ConfigError(
-            f"kv: expected caches of the {model.cache_form} form, got {layout.form}; build the state with "
-            "init_state(model, capacity)",
-            field="kernels",
-            expected=model.cache_form,
-            got=layout.form,
-        )
+    model.require_form(layout.form)
     return rotations(model, batch) if model.ops.paged is None else ascend.operands(model, batch)
 
 

@@ -76,7 +76,8 @@ def _no_rows(model: Model, hidden: Tensor) -> Tensor:
 
 
 def _product(model: Model, hidden: Tensor) -> Tensor:
-    return model.ops.linear(hidden.float(), model.params.head.float())
+    rows = hidden if model.numerics.head_rounding else hidden.float()
+    return model.ops.linear(rows, model.params.head.float()).float()
 
 
 def _gather_vocabulary(part: Tensor, group: Group) -> Tensor:

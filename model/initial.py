@@ -22,7 +22,7 @@ from .layout import leaf_shapes
 from .leaves import params_from_leaves
 from .params import Params
 
-__all__ = ["init_params"]
+__all__ = ["draw_table", "init_params"]
 
 _DEVIATION: Final = 0.02
 _MIX_SCALE: Final = 0.01
@@ -46,7 +46,7 @@ def init_params(config: Config, generator: torch.Generator, dtype: torch.dtype) 
     leaves = {}
     for path, (shape, kind) in leaf_shapes(config).items():
         if kind == "ids":
-            leaves[path] = _draw_table(shape, config.n_routed_experts, generator)
+            leaves[path] = draw_table(shape, config.n_routed_experts, generator)
         elif kind == "norm":
             leaves[path] = torch.ones(shape, dtype=dtype, device=generator.device)
         elif kind == "f32":
@@ -61,7 +61,7 @@ def _draw_normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return _DEVIATION * torch.randn(shape, generator=generator, device=generator.device)
 
 
-def _draw_table(shape: tuple[int, ...], n_experts: int, generator: torch.Generator) -> Tensor:
+def draw_table(shape: tuple[int, ...], n_experts: int, generator: torch.Generator) -> Tensor:
     """Draw distinct expert ids for every token: the places of the largest of ``n_experts`` random numbers."""
     tokens, chosen = shape
     draws = torch.rand((tokens, n_experts), generator=generator, device=generator.device)

@@ -59,22 +59,29 @@ def mixture(
         float[...,T,H].
     Rounding: routed sum and shared expert added in f32, then one rounding.
     """
-    ops, config = model.ops, model.config
-    logits = tap("ffn.router_logits", ops.linear(x.float(), p.gate.float()))
+    ops, config, numerics = model.ops, model.config, model.numerics
+    # A product that is not to be rounded is asked for in f32: its rows say what it comes out in.
+    logits = ops.linear(x if numerics.router_rounding else x.float(), p.gate.float()).float()
+    logits = tap("ffn.router_logits", logits)
     if p.tid2eid is not None:
         chosen = p.tid2eid.index_select(0, token_ids.flatten()).unflatten(0, token_ids.shape)
-        ids, weights = ops.route_hash(logits, chosen, config.routed_scaling_factor)
+        ids, weights = ops.route_hash(logits, chosen, _weight_factor(model))
     else:
-        ids, weights = ops.route_scored(logits, p.bias, config.num_experts_per_tok, config.routed_scaling_factor)
+        ids, weights = ops.route_scored(logits, p.bias, config.num_experts_per_tok, _weight_factor(model))
     ids, weights = _tap_choice(model, logits, ids, weights, tap)
     return run_experts(model, p, x, ids, weights, shares)
+
+
+def _weight_factor(model: Model) -> float:
+    """Return what the weights of a token sum to; a factor that the sum of the experts gets is not in it."""
+    return 1.0 if model.numerics.routing_weight == "summed" else model.config.routed_scaling_factor
 
 
 def _tap_choice(model: Model, logits: Tensor, ids: Tensor, weights: Tensor, tap: Tap) -> tuple[Tensor, Tensor]:
     """Let the tap see and replace the choice of experts: (ids i64[...,T,K], weights f32[...,T,K])."""
     used = tap("ffn.expert_ids", ids)
     if used is not ids:
-        _, anew = model.ops.route_hash(logits, used, model.config.routed_scaling_factor)
+        _, anew = model.ops.route_hash(logits, used, _weight_factor(model))
         # Rows that keep their experts keep their bits, whichever kernel weighed them.
         weights = torch.where((used == ids).all(-1, keepdim=True), weights, anew)
     return used, tap("ffn.expert_weights", weights)

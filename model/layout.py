@@ -22,7 +22,19 @@ import attrs
 
 from ..state.config import Config
 
-__all__ = ["DIALECTS", "Dialect", "Kind", "Piece", "expected_shapes", "leaf_shapes", "parameter_count", "tensor_pieces"]
+__all__ = [
+    "DIALECTS",
+    "DRAFT",
+    "Dialect",
+    "Kind",
+    "Piece",
+    "draft_pieces",
+    "draft_shapes",
+    "expected_shapes",
+    "leaf_shapes",
+    "parameter_count",
+    "tensor_pieces",
+]
 
 Dialect = Literal["official", "modules", "saved"]
 
@@ -31,6 +43,9 @@ DIALECTS: Final[tuple[Dialect, ...]] = ("official", "modules", "saved")
 Kind = Literal["linear", "expert", "plain", "norm", "f32", "ids"]
 """How a tensor is kept. The first four have the model's dtype; releases store ``linear`` as FP8 and ``expert`` as FP4,
 both with scales, ``plain`` and ``norm`` as BF16. ``f32`` always stays F32, and ``ids`` is I64."""
+
+DRAFT: Final = "mtp.0."
+"""The prefix of the draft block, which a release has for speculative decoding."""
 
 _OVERLAPPING_RATIO: Final = 4
 """The ratio whose layers have an indexer and compressors with two halves (``k`` = 2 in the axes below)."""
@@ -192,13 +207,31 @@ def tensor_pieces(config: Config, dialect: Dialect = "official") -> Iterator[Pie
     prefix, table = _NAMES[dialect]
     for layer, leaf, shape, kind in _leaves(config):
         path = _at("layers", layer) + leaf
-        names = [_at(prefix, layer) + name for name in table.get(leaf, (f"{leaf}.weight",))]
-        if "{e}" not in names[0]:
-            yield from _split_rows(names, shape, kind, path, ())
-            continue
-        for expert in range(shape[0]):
-            own = [name.format(e=expert) for name in names]
-            yield from _split_rows(own, shape[1:], kind, path, (expert,))
+        yield from _named_pieces(_at(prefix, layer), table.get(leaf, (f"{leaf}.weight",)), shape, kind, path)
+
+
+def draft_shapes(config: Config) -> dict[str, tuple[tuple[int, ...], Kind]]:
+    """List the tensors of the draft block: shape and kind by path in ``DraftParams``."""
+    hidden = config.hidden_size
+    own: dict[str, tuple[tuple[int, ...], Kind]] = {
+        **{name: ((hidden, hidden), "linear") for name in ("e_proj", "h_proj")},
+        **{name: ((hidden,), "norm") for name in ("enorm", "hnorm")},
+    }
+    # It has the tensors of a window-only layer with selection bias, and a head's without the vocabulary.
+    block = attrs.evolve(config, num_hidden_layers=1, compress_ratios=(0,), num_hash_layers=0)
+    for layer, leaf, shape, kind in _leaves(block):
+        if layer is not None:
+            own[f"block.{leaf}"] = (shape, kind)
+        elif leaf not in ("embed", "head"):
+            own[leaf] = (shape, kind)
+    return own
+
+
+def draft_pieces(config: Config) -> Iterator[Piece]:
+    """List the tensors of the draft block under their official names, the only ones that it has."""
+    for path, (shape, kind) in draft_shapes(config).items():
+        leaf = path.removeprefix("block.")
+        yield from _named_pieces(DRAFT, _OFFICIAL.get(leaf, (f"{leaf}.weight",)), shape, kind, path)
 
 
 def expected_shapes(config: Config) -> dict[str, tuple[tuple[int, ...], Kind]]:
@@ -215,6 +248,14 @@ def expected_shapes(config: Config) -> dict[str, tuple[tuple[int, ...], Kind]]:
 def parameter_count(config: Config) -> int:
     """Count the parameters of the model: every tensor but the expert tables of the hash layers."""
     return sum(prod(shape) for shape, kind in leaf_shapes(config).values() if kind != "ids")
+
+
+def _named_pieces(prefix: str, names: Sequence[str], shape: tuple[int, ...], kind: Kind, path: str) -> Iterator[Piece]:
+    if "{e}" not in names[0]:
+        yield from _split_rows([prefix + name for name in names], shape, kind, path, ())
+        return
+    for expert in range(shape[0]):
+        yield from _split_rows([prefix + name.format(e=expert) for name in names], shape[1:], kind, path, (expert,))
 
 
 def _at(prefix: str, layer: int | None) -> str:

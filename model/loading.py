@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Final
 import attrs
 import tokenizers
 import torch
+from torch import Tensor
 
-from ..ops.dispatch import Ops, kernel_table
+from ..ops.dispatch import Ops, kernel_table, with_stored
 from ..state.config import Config
 from ..state.errors import CheckpointError, ConfigError
 from ..state.numerics import Numerics
@@ -21,12 +23,14 @@ from ..state.parallel import Parallel
 from .ascend import kernel_params
 from .checkpoint import read_checkpoint
 from .fingerprint import fingerprint
+from .leaves import expanded, has_stored, params_from_leaves, weights_from_params
 from .model import Model
-from .params import CompressorParams, LayerParams, Params
+from .params import Params
 from .ranks import Ranks, join_ranks
 from .stop_tokens import stop_tokens
+from .variants import numeric_ops
 
-__all__ = ["build_model", "load_model", "model_folder"]
+__all__ = ["build_model", "is_widened", "load_model", "model_folder"]
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Dtypes that activations and caches may have, by name."""
@@ -52,6 +56,8 @@ def load_model(
     kernels: str | None = None,
     chip: str | None = None,
     parallel: Parallel | None = None,
+    stored: bool | None = None,
+    layers: Iterable[int] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Model:
     """Load a DeepSeek-V4 checkpoint.
@@ -59,7 +65,9 @@ def load_model(
     Args:
         path: "tiny", or a folder with ``config.json``, ``*.safetensors`` and perhaps ``tokenizer.json``,
             ``tokenizer_config.json`` and ``generation_config.json``, of which the tokens that end a text are read.
-        dtype: "float32" or "bfloat16"; default the checkpoint's own.
+        dtype: "float32" or "bfloat16"; default the checkpoint's own. Given, it is that of all weights: those that the
+            checkpoint keeps in FP8 or FP4 are expanded while loading. Official numerics then no longer round the rows
+            that meet them; ``activation_qdq=True`` does.
         numerics: default ``Numerics.plain()`` in float32 and ``Numerics.official()`` in bfloat16; Ascend kernels have
             ``Numerics.ascend()`` and no other.
         kernels: "reference" or "fused", or "ascend", whose packages are then imported; default the fastest that the
@@ -67,7 +75,10 @@ def load_model(
         chip: generation of an Ascend device, "a2" or "a3"; with Ascend kernels, and only with them.
         parallel: the layout over ranks, each of which calls this and reads its own part of the weights; default one
             rank. More need ``torch.distributed.init_process_group`` before.
-        progress: called as (tensors read, tensors in all, name) while loading.
+        stored: whether FP8 and FP4 weights stay so in memory and are expanded where they are used; default where no
+            ``dtype`` is given. Ascend kernels, and parts of weights on several ranks, take expanded ones.
+        layers: load these layers alone, such as ``range(0, 4)``, as a model of their own; default all.
+        progress: called as (weights read, weights in all, name) while loading.
     Returns:
         The model.
     Raises:
@@ -78,7 +89,8 @@ def load_model(
     ranks = join_ranks(parallel or Parallel())
     chosen = None if dtype is None else _dtype(dtype)
     folder = model_folder(path)
-    config, params = read_checkpoint(folder, dtype=chosen, progress=progress, ranks=ranks)
+    keep = False if kernels == "ascend" else stored
+    config, params = read_checkpoint(folder, dtype=chosen, stored=keep, layers=layers, progress=progress, ranks=ranks)
     tokenizer_file = folder / "tokenizer.json"
     tokenizer = _read_tokenizer(tokenizer_file) if tokenizer_file.is_file() else None
     config = attrs.evolve(config, eos_token_id=stop_tokens(folder, config, tokenizer))
@@ -101,7 +113,7 @@ def build_model(
 
     Args:
         config: the numbers.
-        params: the weights, in ``dtype`` (f32 parts in f32).
+        params: the weights, in ``dtype`` (f32 parts in f32), or as a release stores them.
         dtype: of activations and caches.
         numerics: default as in ``load_model``.
         kernels: default as in ``load_model``.
@@ -119,7 +131,7 @@ def build_model(
                 expected=1,
                 got=ranks.world.size,
             )
-        return _ascend_model(config, _widened(params), dtype, numerics, chip)
+        return _ascend_model(config, _widened(expanded(params, dtype)), dtype, numerics, chip)
     if chip is not None:
         raise ConfigError(
             f"chip: expected None without Ascend kernels, got {chip!r}", field="chip", expected=None, got=chip
@@ -131,9 +143,11 @@ def build_model(
             expected="int8_weights=False",
             got=numerics,
         )
-    if ranks.parallel.dcp > 1 and numerics is not None and numerics.invariant:
+    normalised = numerics is not None and numerics.probability_rounding == "normalised"
+    if ranks.parallel.dcp > 1 and numerics is not None and (numerics.invariant or normalised):
         raise ConfigError(
-            "numerics: expected invariant=False with dcp, whose sums depend on where entries lie; use dcp=1",
+            "numerics: expected invariant=False and probabilities that are not normalised before they are rounded with "
+            "dcp, which sees a part of the entries at a time; use dcp=1",
             field="numerics",
             expected="invariant=False",
             got=numerics,
@@ -141,6 +155,8 @@ def build_model(
     if numerics is None:
         numerics = Numerics.plain() if dtype is torch.float32 else Numerics.official()
     ops: Ops = kernel_table(kernels, params.embed.device.type, invariant=numerics.invariant)
+    is_stored = has_stored(params)
+    ops = numeric_ops(with_stored(ops) if is_stored else ops, numerics, dtype, is_stored=is_stored)
     model = Model(config=config, params=_widened(params), numerics=numerics, ops=ops, dtype=dtype, ranks=ranks)
     return attrs.evolve(model, fingerprint=fingerprint(model)) if ranks.world.size > 1 else model
 
@@ -204,31 +220,20 @@ def _read_tokenizer(file: Path) -> tokenizers.Tokenizer:
         ) from error
 
 
+def is_widened(path: str) -> bool:
+    """Tell whether a weight is kept in f32 whatever the model's dtype, because it is computed in f32.
+
+    Args:
+        path: of the weight in ``Params``.
+    """
+    return re.fullmatch(r"head|(.*\.)?(attn_|ffn_|q_|kv_)?norm|.*\.compressor\.w(kv|gate)|.*\.gate", path) is not None
+
+
 def _widened(params: Params) -> Params:
-    """Store in f32 what is computed in f32 whatever the model's dtype: norms, router, compressor projections, head.
+    """Store in f32 what is computed in f32: norms, router, compressor projections, head.
 
     Widening changes no value, so this moves a conversion from every step to the load.
     """
-
-    def compressor(p: CompressorParams) -> CompressorParams:
-        return attrs.evolve(p, wkv=p.wkv.float(), wgate=p.wgate.float(), norm=p.norm.float())
-
-    def layer(p: LayerParams) -> LayerParams:
-        indexer = p.attn.indexer and attrs.evolve(p.attn.indexer, compressor=compressor(p.attn.indexer.compressor))
-        attn = attrs.evolve(
-            p.attn,
-            q_norm=p.attn.q_norm.float(),
-            kv_norm=p.attn.kv_norm.float(),
-            compressor=p.attn.compressor and compressor(p.attn.compressor),
-            indexer=indexer,
-        )
-        return attrs.evolve(
-            p,
-            attn_norm=p.attn_norm.float(),
-            ffn_norm=p.ffn_norm.float(),
-            attn=attn,
-            ffn=attrs.evolve(p.ffn, gate=p.ffn.gate.float()),
-        )
-
-    layers = tuple(layer(p) for p in params.layers)
-    return attrs.evolve(params, layers=layers, norm=params.norm.float(), head=params.head.float())
+    weights = weights_from_params(params)
+    wide = {path: w.float() if isinstance(w, Tensor) and is_widened(path) else w for path, w in weights.items()}
+    return params_from_leaves(wide)

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from ..ops.dispatch import Ops
 from ..state.config import Config
+from ..state.errors import ConfigError
 from ..state.kv import CacheForm
 from ..state.numerics import Numerics
+from .leaves import has_stored
 from .params import Params
 from .ranks import Ranks
 from .rotary import layer_frequencies
@@ -33,7 +35,8 @@ class Model:
         ranks: this process's place in a layout; what ``params`` holds is this rank's part of the weights.
         fingerprint: of the whole model, where ``params`` is a part of it; else None, and it follows from ``params``.
         tokenizer: a ``tokenizers.Tokenizer``, or None where the checkpoint has none.
-        frequencies: compress ratio -> f32[R/2], rotary frequencies of that layer kind; follows from ``config``.
+        frequencies: compress ratio -> f32[R/2], rotary frequencies of that layer kind; they follow from the others.
+        rounds_activations: whether rows that meet quantised weights are rounded; follows from the others.
     """
 
     config: Config
@@ -49,12 +52,58 @@ class Model:
     @frequencies.default
     def _frequencies(self) -> Mapping[int, Tensor]:
         ratios = set(self.config.compress_ratios)
-        return {ratio: layer_frequencies(self.config, ratio).to(self.device) for ratio in ratios}
+        yarn = self.numerics.window_yarn
+        return {ratio: layer_frequencies(self.config, ratio, window_yarn=yarn).to(self.device) for ratio in ratios}
+
+    @property
+    def key_dtype(self) -> torch.dtype:
+        """Dtype of index queries and keys: f32 where each has a scale of its own, which narrower ones cannot hold."""
+        return torch.float32 if self.numerics.indexer_qdq in ("fp8", "int8") else self.dtype
+
+    @property
+    def turn_dtype(self) -> torch.dtype:
+        """What cosines and sines are rounded to."""
+        return self.dtype if self.numerics.rotary_rounding else torch.float32
+
+    rounds_activations: bool = attrs.field(init=False)
+
+    @rounds_activations.default
+    def _rounds_activations(self) -> bool:
+        return self.numerics.rounds_activations(is_stored=has_stored(self.params))
 
     @property
     def cache_form(self) -> CacheForm:
-        """What caches the kernels read."""
+        """How caches are stored unless another form is asked for."""
         return "plain" if self.ops.paged is None else "ascend"
+
+    def require_form(self, form: CacheForm) -> None:
+        """Refuse a form of caches that the kernels do not read, or that cannot hold what the numerics round to.
+
+        Raises:
+            ConfigError: naming the forms that fit.
+        """
+        if form not in self.cache_forms:
+            raise ConfigError(
+                f"caches: expected the form {' or '.join(self.cache_forms)}, which these kernels and numerics have, "
+                f'got {form!r}; FP8 rows hold what kv_qdq rounds, FP8 keys what indexer_qdq="fp8" and FP4 keys what '
+                'indexer_qdq=True rounds, online pooling all but pooling_rounding="all"; see init_state(caches=)',
+                field="caches",
+                expected=self.cache_forms,
+                got=form,
+            )
+
+    @property
+    def cache_forms(self) -> tuple[CacheForm, ...]:
+        """The forms of caches that hold exactly what the model computes."""
+        if self.ops.paged is not None:
+            return ("ascend",)
+        fits: list[CacheForm] = ["plain"]
+        if self.numerics.kv_qdq and self.numerics.indexer_qdq in (True, "fp8") and self.config.index_head_dim % 2 == 0:
+            fits.append("fp4" if self.numerics.indexer_qdq is True else "fp8")
+        online: dict[CacheForm, CacheForm] = {"plain": "online", "fp8": "fp8-online", "fp4": "fp4-online"}
+        if self.numerics.pooling_rounding != "all":
+            fits += [online[form] for form in fits]
+        return tuple(fits)
 
     @property
     def device(self) -> torch.device:

@@ -10,22 +10,37 @@ Source: DeepSeek-V4 ``inference/model.py`` (``Attention.forward``), SGLang 0.5.2
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import attrs
 import torch
 from torch import Tensor
 
-from ..ops.rotary import rotary_factors
+from ..ops.compressor import folded
 from ..state.batch import AttentionMetadata, ChunkMetadata, CompressorMetadata, ForwardBatch, SingleMetadata
 from ..state.capacity import C4_RATIO, C128_PAGE, C128_RATIO
 from ..state.kv import KVLayout
 from .attention import compressor_inputs, finish_entries, project_kv, project_output, project_query
 from .model import Model
 from .params import AttentionParams, CompressorParams
+from .pools import Pool, entry_pool, key_pool
 from .reading import GATHER_BUDGET, MIN_BLOCK, SCORE_BUDGET, entry_picks, gather_rows, in_token_order, paged_loc
+from .rotary import turns
 from .stages import Tap, untapped
 
-__all__ = ["Rotations", "compress_tokens", "layer_rows", "paged_attention", "rotations", "write_rows"]
+__all__ = [
+    "ENTRIES",
+    "Rotations",
+    "compress_tokens",
+    "fold_tokens",
+    "layer_rows",
+    "paged_attention",
+    "rotations",
+    "write_rows",
+]
+
+ENTRIES: Final = ("swa", "c4", "c128")
+"""Buffers whose rows attention reads."""
 
 Rotations = Mapping[tuple[int, str], Tensor]
 """(ratio, "tokens" or "entries") -> complex64[T or C,R/2]."""
@@ -38,9 +53,10 @@ def rotations(model: Model, batch: ForwardBatch) -> Rotations:
         if ratio == C128_RATIO and (C4_RATIO, "tokens") in found:
             found[ratio, "tokens"] = found[C4_RATIO, "tokens"]
         else:
-            found[ratio, "tokens"] = rotary_factors(batch.positions, frequencies)
+            found[ratio, "tokens"] = turns(batch.positions, frequencies, model.turn_dtype)
         if ratio:
-            found[ratio, "entries"] = rotary_factors(batch.metadata.compressors[ratio].first_pos, frequencies)
+            starts = batch.metadata.compressors[ratio].first_pos
+            found[ratio, "entries"] = turns(starts, frequencies, model.turn_dtype)
     return found
 
 
@@ -107,20 +123,22 @@ def paged_attention(
     view = {name: layer_rows(buffers, layout, name, layer) for name in layout.buffers_of(layer)}
     turn = factors[ratio, "tokens"]
     q, low = project_query(model, p, x, turn)
-    view["swa"].index_copy_(0, meta.swa_loc, project_kv(model, p, x, turn))
+    pools = {name: entry_pool(model, layout, rows) for name, rows in view.items() if name in ENTRIES}
+    pools["swa"].write(meta.swa_loc, project_kv(model, p, x, turn))
     picks: Tensor | None = None
     if ratio:
         assert p.compressor is not None, "a layer with a ratio has a compressor: the loader checks it"
         name = "c4" if ratio == C4_RATIO else "c128"
         turn_entries, plan = factors[ratio, "entries"], meta.compressors[ratio]
-        compress_tokens(model, p.compressor, x, view[name], view[f"{name}_state"], plan, turn_entries, index_key=False)
+        compress = fold_tokens if layout.is_online and ratio == C128_RATIO else compress_tokens
+        compress(model, p.compressor, x, pools[name], view[f"{name}_state"], plan, turn_entries)
     if ratio == C4_RATIO:
         assert p.indexer is not None, "a ratio-4 layer has an indexer: the loader checks it"
-        compressor = p.indexer.compressor
-        compress_tokens(model, compressor, x, view["index"], view["index_state"], plan, turn_entries, index_key=True)
-        picks = entry_picks(model, p.indexer, x, low, turn, view["index"], c4_page, batch, tap)
-    parts = [] if meta.singles is None else [_attend_singles(model, p, q, picks, view, ratio, c4_page, meta.singles)]
-    parts += [_attend_chunk(model, p, q, picks, view, ratio, chunk) for chunk in meta.chunks]
+        keys = key_pool(model, layout, view["index"])
+        compress_tokens(model, p.indexer.compressor, x, keys, view["index_state"], plan, turn_entries)
+        picks = entry_picks(model, p.indexer, x, low, turn, keys, c4_page, batch, tap)
+    parts = [] if meta.singles is None else [_attend_singles(model, p, q, picks, pools, ratio, c4_page, meta.singles)]
+    parts += [_attend_chunk(model, p, q, picks, pools, ratio, chunk) for chunk in meta.chunks]
     return project_output(model, p, tap("attn.heads", in_token_order(meta, parts)), turn)
 
 
@@ -134,12 +152,10 @@ def compress_tokens(
     model: Model,
     p: CompressorParams,
     x: Tensor,
-    entries: Tensor,
+    entries: Pool,
     state: Tensor,
     plan: CompressorMetadata,
     factors: Tensor,
-    *,
-    index_key: bool,
 ) -> None:
     """Write the entries that close in this step and the state that outlives it.
 
@@ -147,11 +163,10 @@ def compress_tokens(
         model: the model.
         p: weights of the compressor.
         x: float[T,H]. Normed sublayer input.
-        entries: float[S,D]. The layer's entries.
+        entries: the layer's entries.
         state: f32[S,2*k*D]. The layer's pooling state.
         plan: where it reads and writes.
         factors: complex64[C,R/2] at the first position of every closing group.
-        index_key: as in ``finish_entries``.
     """
     kv, scores = compressor_inputs(model, p, x, plan.phase)
     current = torch.cat((kv, scores), dim=-1)
@@ -163,8 +178,33 @@ def compress_tokens(
         if plan.members.shape[-1] != C128_RATIO:
             kv, scores = _overlap(kv), _overlap(scores)
         pooled = model.ops.pool_group(kv, scores)
-        entries.index_copy_(0, plan.out_loc, finish_entries(model, p, pooled, factors, index_key=index_key))
+        entries.write(plan.out_loc, finish_entries(model, p, pooled, factors))
     state.index_copy_(0, plan.state_loc, current.index_select(0, plan.keep))
+
+
+def fold_tokens(
+    model: Model,
+    p: CompressorParams,
+    x: Tensor,
+    entries: Pool,
+    state: Tensor,
+    plan: CompressorMetadata,
+    factors: Tensor,
+) -> None:
+    """Do the same with an online softmax: every group takes its tokens of this step one after the other.
+
+    One after the other on purpose: the state then does not depend on how the tokens came in chunks.
+    """
+    kv, scores = compressor_inputs(model, p, x, plan.phase)
+    nothing = torch.full_like(scores[:1], -torch.inf)  # what a group takes that has fewer tokens in this step
+    kv, scores = torch.cat((kv, torch.zeros_like(nothing))), torch.cat((scores, nothing))
+    groups = state.index_select(0, plan.history)
+    for column in plan.members.unbind(1):
+        groups = model.ops.fold_member(groups, kv.index_select(0, column), scores.index_select(0, column))
+    n_closing = plan.out_loc.shape[0]
+    if n_closing:
+        entries.write(plan.out_loc, finish_entries(model, p, folded(groups[:n_closing]), factors))
+    state.index_copy_(0, plan.state_loc, groups.index_select(0, plan.keep))
 
 
 def _overlap(members: Tensor) -> Tensor:
@@ -178,7 +218,7 @@ def _attend_singles(
     p: AttentionParams,
     q: Tensor,
     picks: Tensor | None,
-    view: Mapping[str, Tensor],
+    pools: Mapping[str, Pool],
     ratio: int,
     c4_page: int,
     meta: SingleMetadata,
@@ -191,7 +231,7 @@ def _attend_singles(
     n_keys = meta.window_loc.shape[1] + {0: 0, C4_RATIO: meta.n_c4, C128_RATIO: meta.n_c128}[ratio]
     step = max(MIN_BLOCK, GATHER_BUDGET // (n_keys * model.config.head_dim))
     if n_rows <= step:
-        return _attend_block(model, p, q, picks, view, ratio, c4_page, meta)
+        return _attend_block(model, p, q, picks, pools, ratio, c4_page, meta)
     blocks = []
     for a in range(0, n_rows, step):
         part = slice(a, a + step)
@@ -205,7 +245,7 @@ def _attend_singles(
             c128_visible=meta.c128_visible[part],
         )
         chosen = None if picks is None else picks[part]
-        blocks.append(_attend_block(model, p, q[part], chosen, view, ratio, c4_page, block))
+        blocks.append(_attend_block(model, p, q[part], chosen, pools, ratio, c4_page, block))
     return torch.cat(blocks)
 
 
@@ -214,24 +254,24 @@ def _attend_block(
     p: AttentionParams,
     q: Tensor,
     picks: Tensor | None,
-    view: Mapping[str, Tensor],
+    pools: Mapping[str, Pool],
     ratio: int,
     c4_page: int,
     meta: SingleMetadata,
 ) -> Tensor:
     """Gather the keys of every row, attend: float[B,N,D]."""
     mask = [meta.window_mask]
-    keys = [gather_rows(view["swa"], meta.window_loc, meta.window_mask)]
+    keys = [gather_rows(pools["swa"], meta.window_loc, meta.window_mask)]
     if ratio == C4_RATIO and meta.n_c4:
         loc_c4, mask_c4 = paged_loc(meta.c4_pages, c4_page, meta.n_c4, meta.c4_visible)
         if picks is not None:
             picks = picks[:, : meta.n_c4]
             loc_c4, mask_c4 = loc_c4.gather(1, picks.clamp(min=0)), picks >= 0
-        keys.append(gather_rows(view["c4"], loc_c4, mask_c4))
+        keys.append(gather_rows(pools["c4"], loc_c4, mask_c4))
         mask.append(mask_c4)
     if ratio == C128_RATIO and meta.n_c128:
         loc_c128, mask_c128 = paged_loc(meta.c128_pages, C128_PAGE, meta.n_c128, meta.c128_visible)
-        keys.append(gather_rows(view["c128"], loc_c128, mask_c128))
+        keys.append(gather_rows(pools["c128"], loc_c128, mask_c128))
         mask.append(mask_c128)
     o = model.ops.attend(
         q.unsqueeze(1),
@@ -249,16 +289,16 @@ def _attend_chunk(
     p: AttentionParams,
     q: Tensor,
     picks: Tensor | None,
-    view: Mapping[str, Tensor],
+    pools: Mapping[str, Pool],
     ratio: int,
     chunk: ChunkMetadata,
 ) -> Tensor:
     """Attend from the tokens of one request over keys that they share, in tiles of query rows: float[T,N,D]."""
     n_rows = chunk.seq_len - chunk.prefix_len
-    window = view["swa"].index_select(0, chunk.window_loc)
+    window = pools["swa"].read(chunk.window_loc)
     entry_loc = chunk.c4_loc if ratio == C4_RATIO else chunk.c128_loc
     n_entries = chunk.seq_len // ratio if ratio else 0
-    entries = view["c4" if ratio == C4_RATIO else "c128"].index_select(0, entry_loc) if n_entries else None
+    entries = pools["c4" if ratio == C4_RATIO else "c128"].read(entry_loc) if n_entries else None
     per_row = model.config.num_attention_heads * (model.config.sliding_window * 2 + n_entries)
     step = max(1, min(n_rows, 2 * model.config.sliding_window, SCORE_BUDGET // per_row))
     out = torch.empty_like(q[:n_rows])

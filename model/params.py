@@ -12,12 +12,14 @@ from __future__ import annotations
 import attrs
 from torch import Tensor
 
+from ..ops.formats import StoredWeight
 from ..ops.quantize import Int8Weight
 from ..state.values import value
 
 __all__ = [
     "AttentionParams",
     "CompressorParams",
+    "DraftParams",
     "IndexerParams",
     "LayerParams",
     "MoEParams",
@@ -26,8 +28,8 @@ __all__ = [
     "Weight",
 ]
 
-Weight = Tensor | Int8Weight
-"""A matrix that a model may hold as int8; no function of the model looks into it but the operators."""
+Weight = Tensor | Int8Weight | StoredWeight
+"""A matrix that a model may hold as int8, or as a release stores it; only the operators look into it."""
 
 
 @value
@@ -92,7 +94,7 @@ class AttentionParams:
         wkv: float[D,H]. One head; key and value are the same vector.
         kv_norm: float[D].
         attn_sink: f32[N].
-        wo_a: float[G*U,N*D/G]; with Ascend kernels float[G,U,N*D/G], the last two axes stored in the other order.
+        wo_a: float[G*U,N*D/G]; with Ascend kernels float[G,U,N*D/G], the last two axes in the other order in memory.
         wo_b: float[H,G*U].
         compressor: None in ratio-0 layers.
         indexer: None outside ratio-4 layers.
@@ -104,7 +106,7 @@ class AttentionParams:
     wkv: Weight
     kv_norm: Tensor
     attn_sink: Tensor
-    wo_a: Tensor
+    wo_a: Tensor | StoredWeight
     wo_b: Weight
     compressor: CompressorParams | None
     indexer: IndexerParams | None
@@ -174,3 +176,27 @@ class Params:
     hc_head: StreamParams
     norm: Tensor
     head: Tensor
+
+
+@value
+@attrs.frozen(eq=False, kw_only=True)
+class DraftParams:
+    """All weights of the draft block of a release.
+
+    Attributes:
+        e_proj: float[H,H]. Of the normed embedding of the next token.
+        h_proj: float[H,H]. Of the model's normed final streams.
+        enorm: float[H].
+        hnorm: float[H].
+        block: a layer that compresses nothing and picks experts by score.
+        hc_head: f32. As in ``Params``.
+        norm: float[H].
+    """
+
+    e_proj: Weight
+    h_proj: Weight
+    enorm: Tensor
+    hnorm: Tensor
+    block: LayerParams
+    hc_head: StreamParams
+    norm: Tensor

@@ -18,6 +18,7 @@ from ..state.capacity import C4_RATIO
 from .attention import entry_scores, index_query, index_weights
 from .model import Model
 from .params import IndexerParams
+from .pools import Pool
 from .stages import Tap, untapped
 
 __all__ = [
@@ -57,17 +58,17 @@ def paged_loc(pages: Tensor, page_size: int, count: int, visible: Tensor) -> tup
     return loc, torch.arange(count, device=pages.device) < visible.unsqueeze(-1)
 
 
-def gather_rows(pool: Tensor, loc: Tensor, mask: Tensor) -> Tensor:
+def gather_rows(pool: Pool, loc: Tensor, mask: Tensor) -> Tensor:
     """Read pool rows; rows that the mask hides read as zero, whatever lies in the sink.
 
     Args:
-        pool: float[S,D].
+        pool: of one layer.
         loc: i64[B,X].
         mask: bool[B,X].
     Returns:
         float[B,X,D].
     """
-    rows = pool.index_select(0, loc.flatten()).unflatten(0, loc.shape)
+    rows = pool.read(loc.flatten()).unflatten(0, loc.shape)
     return rows.masked_fill_(~mask.unsqueeze(-1), 0)
 
 
@@ -108,7 +109,7 @@ def entry_picks(
     x: Tensor,
     low: Tensor,
     turn: Tensor,
-    keys: Tensor,
+    keys: Pool,
     c4_page: int,
     batch: ForwardBatch,
     tap: Tap,
@@ -121,7 +122,7 @@ def entry_picks(
         x: float[T,H]. Normed sublayer input.
         low: float[T,Q]. Low-rank query.
         turn: complex64[T,R/2] at the token positions.
-        keys: float[S,J]. The layer's index keys, those of this step included.
+        keys: the layer's index keys, those of this step included.
         c4_page: entries of a page.
         batch: the step.
         tap: of the layer.
@@ -147,9 +148,7 @@ def _all_visible(visible: Tensor, count: int) -> Tensor:
     return torch.where(entry < visible.unsqueeze(-1), entry, -1)
 
 
-def _pick_singles(
-    model: Model, index: tuple[Tensor, Tensor], keys: Tensor, c4_page: int, meta: SingleMetadata
-) -> Tensor:
+def _pick_singles(model: Model, index: tuple[Tensor, Tensor], keys: Pool, c4_page: int, meta: SingleMetadata) -> Tensor:
     """Choose for rows with entries of their own, in blocks that bound what is gathered: i64[B,P]."""
     if meta.n_c4 <= model.config.index_topk:
         return _all_visible(meta.c4_visible, model.config.index_topk)
@@ -166,11 +165,11 @@ def _pick_singles(
 
 
 def _pick_chunk(
-    model: Model, index: tuple[Tensor, Tensor], visible: Tensor, keys: Tensor, chunk: ChunkMetadata
+    model: Model, index: tuple[Tensor, Tensor], visible: Tensor, keys: Pool, chunk: ChunkMetadata
 ) -> Tensor:
     """Choose for the tokens of one request over entries that they share, in tiles of query rows: i64[T,P]."""
     query, weights = index
-    stored = keys.index_select(0, chunk.c4_loc)
+    stored = keys.read(chunk.c4_loc)
     per_row = model.config.index_n_heads * max(1, len(stored))
     step = max(1, min(2 * model.config.sliding_window, SCORE_BUDGET // per_row))
     tiles = []

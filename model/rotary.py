@@ -1,4 +1,4 @@
-"""Which rotation a layer uses, and the group sizes of the released quantisation.
+"""Which rotation a layer uses.
 
 Window-only layers use the plain base; layers that compress use another base with YaRN, for everything in the layer.
 
@@ -7,42 +7,50 @@ Source: DeepSeek-V4 ``inference/model.py``; model sheet 2.4.
 
 from __future__ import annotations
 
-from typing import Final
-
+import torch
 from torch import Tensor
 
-from ..ops.rotary import rotary_frequencies
+from ..ops.rotary import rotary_factors, rotary_frequencies
 from ..state.config import Config
 
-__all__ = ["FP4_GROUP", "FP8_GROUP", "layer_frequencies"]
-
-FP8_GROUP: Final = 64
-"""Channels that share a scale in rounded window and attention entries."""
-
-FP4_GROUP: Final = 32
-"""Channels that share a scale in rounded index queries and keys."""
+__all__ = ["layer_frequencies", "turns"]
 
 
-def layer_frequencies(config: Config, ratio: int) -> Tensor:
+def layer_frequencies(config: Config, ratio: int, *, window_yarn: bool = False) -> Tensor:
     """Compute the rotary frequencies of a layer kind.
 
     Args:
         config: the model's numbers.
         ratio: compress ratio of the layer.
+        window_yarn: stretch window-only layers as well, as vllm-ascend does.
     Returns:
         f32[R/2].
     """
-    width = config.qk_rope_head_dim
-    if ratio == 0:
-        return rotary_frequencies(width, config.rope_theta)
-    yarn = config.rope_scaling
-    if yarn is None:
-        return rotary_frequencies(width, config.compress_rope_theta)
+    width, yarn = config.qk_rope_head_dim, config.rope_scaling
+    theta = config.compress_rope_theta if ratio else config.rope_theta
+    if yarn is None or not (ratio or window_yarn):
+        return rotary_frequencies(width, theta)
     return rotary_frequencies(
         width,
-        config.compress_rope_theta,
+        theta,
         factor=yarn.factor,
         original_context=yarn.original_max_position_embeddings,
         beta_fast=yarn.beta_fast,
         beta_slow=yarn.beta_slow,
     )
+
+
+def turns(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute the rotary factors of positions with cosines and sines rounded to ``dtype``.
+
+    Args:
+        positions: i64[...].
+        frequencies: f32[R/2].
+        dtype: float32 rounds nothing.
+    Returns:
+        complex64[...,R/2].
+    """
+    factors = rotary_factors(positions, frequencies)
+    if dtype is torch.float32:
+        return factors
+    return torch.complex(factors.real.to(dtype).float(), factors.imag.to(dtype).float())

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ..ops.compressor import overlap_groups, plain_groups
 from ..ops.dispatch import DIFFERENTIABLE, Ops
-from ..ops.rotary import rotary_factors
 from ..ops.streams import split_streams
 from .attention import (
     compressor_inputs,
@@ -26,12 +25,16 @@ from .attention import (
     project_kv,
     project_output,
     project_query,
+    round_entries,
+    round_index,
 )
 from .head import embed_ids
 from .layer import head_logits, layer
+from .leaves import expanded, has_stored
 from .model import Model
 from .params import AttentionParams, CompressorParams
-from .rotary import layer_frequencies
+from .rotary import turns
+from .variants import numeric_ops
 
 __all__ = ["forward_sequence"]
 
@@ -51,15 +54,16 @@ def _entries(
     else:
         kv, scores = plain_groups(kv, ratio), plain_groups(scores, ratio)
     starts = torch.arange(n_tokens // ratio, device=x.device) * ratio
-    factors = rotary_factors(starts, frequencies)
-    return finish_entries(model, p, model.ops.pool_group(kv, scores), factors, index_key=index_key)
+    factors = turns(starts, frequencies, model.turn_dtype)
+    entries = finish_entries(model, p, model.ops.pool_group(kv, scores), factors)
+    return round_index(model, entries) if index_key else round_entries(model, entries)
 
 
 def _picked(model: Model, p: AttentionParams, x: Tensor, low: Tensor, visible: Tensor, frequencies: Tensor) -> Tensor:
     """Let the indexer choose among the entries: bool[...,T,C]."""
     indexer = p.indexer
     assert indexer is not None, "a ratio-4 layer has an indexer: the loader checks it"
-    factors = rotary_factors(torch.arange(x.shape[-2], device=x.device), frequencies)
+    factors = turns(torch.arange(x.shape[-2], device=x.device), frequencies, model.turn_dtype)
     keys = _entries(model, indexer.compressor, x, OVERLAP_RATIO, frequencies, index_key=True)
     query, weights = index_query(model, indexer, low, factors), index_weights(model, indexer, x)
     scores = entry_scores(model, query, keys, weights)
@@ -75,11 +79,11 @@ def _attention(model: Model, p: AttentionParams, x: Tensor, ratio: int) -> Tenso
     """Attend within the sequence: float[...,T,H]."""
     config = model.config
     n_tokens = x.shape[-2]
-    frequencies = layer_frequencies(config, ratio).to(x.device)
+    frequencies = model.frequencies[ratio]
     position = torch.arange(n_tokens, device=x.device)
-    factors = rotary_factors(position, frequencies)
+    factors = turns(position, frequencies, model.turn_dtype)
     q, low = project_query(model, p, x, factors)
-    keys = project_kv(model, p, x, factors)
+    keys = round_entries(model, project_kv(model, p, x, factors))
     age = position.unsqueeze(-1) - position
     mask = (age >= 0) & (age < config.sliding_window)
     n_entries = n_tokens // ratio if ratio else 0
@@ -104,14 +108,17 @@ def forward_sequence(model: Model, token_ids: Tensor, *, ops: Ops = DIFFERENTIAB
     Args:
         model: the model.
         token_ids: i64[...,T]. Leading axes are independent sequences.
-        ops: kernel table used instead of the model's; the default one goes through every ``torch.func`` transform.
+        ops: kernel table used instead of the model's, with its numerics; the default one goes through every
+            ``torch.func`` transform.
     Returns:
         f32[...,T,V].
     """
-    model = attrs.evolve(model, ops=ops)
     params = model.params
+    ops = numeric_ops(ops, model.numerics, model.dtype, is_stored=has_stored(params))
+    model = attrs.evolve(model, ops=ops)
     streams = split_streams(embed_ids(model, token_ids), model.config.hc_mult)
-    for p, ratio in zip(params.layers, model.config.compress_ratios, strict=True):
+    for stored, ratio in zip(params.layers, model.config.compress_ratios, strict=True):
+        p = expanded(stored, model.dtype)
 
         def attention(x: Tensor, p: AttentionParams = p.attn, ratio: int = ratio) -> Tensor:
             return _attention(model, p, x, ratio)

@@ -2,7 +2,8 @@
 
 The index decides which files belong to the checkpoint; without one it is ``model.safetensors``, or the only safetensors
 file there is. Opening a file maps it and reads its header, and the safetensors library refuses files that are cut off,
-too long, or inconsistent.
+too long, or inconsistent. Weights are read file by file with one file mapped at a time, so that memory holds no more of
+the files than one of them.
 
 Source: safetensors format specification; ``model.safetensors.index.json`` as in the DeepSeek-V4 release.
 """
@@ -10,8 +11,7 @@ Source: safetensors format specification; ``model.safetensors.index.json`` as in
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..state.errors import CheckpointError
 
-__all__ = ["CONFIG_FILE", "INDEX_FILE", "SINGLE_FILE", "Faults", "Header", "Shards", "open_shards", "read_json"]
+__all__ = ["CONFIG_FILE", "INDEX_FILE", "SINGLE_FILE", "Faults", "Header", "Shards", "read_headers", "read_json"]
 
 CONFIG_FILE: Final = "config.json"
 SINGLE_FILE: Final = "model.safetensors"
@@ -53,8 +53,8 @@ class Faults:
         kind, items = next(iter(self.found.items()))
         raise CheckpointError(
             f"checkpoint {self.folder} cannot be loaded:{''.join(lines)}\n"
-            "Expected the unquantised weights of the model that its config.json describes; get the files again, or "
-            "convert them.",
+            "Expected the weights of the model that its config.json describes, as a release or transformers stores "
+            "them; get the files again, or convert them.",
             field=items[0].partition(" (")[0],
             expected="a complete DeepSeek-V4 checkpoint",
             got=kind,
@@ -78,25 +78,55 @@ class Header:
 
 @attrs.frozen
 class Shards:
-    """The open files of a checkpoint.
+    """The files of a checkpoint.
 
     Attributes:
+        folder: that they lie in.
         headers: every tensor that counts, by name.
-        unread: tensors that the index places in a file that could not be opened.
+        unread: file by tensor, for tensors that the index places in a file that could not be opened.
+        absent: (kind of fault, what to say) by file, for files that could not be opened.
         strays: files and tensors that the index leaves out; they are ignored.
-        handles: the open files, by name.
     """
 
+    folder: Path
     headers: Mapping[str, Header]
-    unread: frozenset[str]
+    unread: Mapping[str, str]
+    absent: Mapping[str, tuple[str, str]]
     strays: tuple[str, ...]
-    handles: Mapping[str, Any]
 
-    def read(self, name: str, part: tuple[slice, ...] | None = None) -> Tensor:
-        """Map one tensor, or a part of it alone; its storage is the file's, so copy what is to be kept."""
-        handle = self.handles[self.headers[name].file]
-        tensor: Tensor = handle.get_tensor(name) if part is None else handle.get_slice(name)[part]
-        return tensor
+    def read(self, groups: Iterable[tuple[str, ...]]) -> Iterator[tuple[Tensor, ...]]:
+        """Map tensors, group by group, with one file mapped at a time; copy what is to be kept.
+
+        Args:
+            groups: names of tensors that are wanted together; those of one file should come one after the other.
+        Returns:
+            The tensors of each group. Their storage is the files'.
+        Raises:
+            CheckpointError: a file is no longer what its header said.
+        """
+        held: dict[str, Any] = {}
+        for names in groups:
+            files = {self.headers[name].file for name in names}
+            held = {file: held.get(file) or self._open(file) for file in sorted(files)}
+            try:
+                yield tuple(held[self.headers[name].file].get_tensor(name) for name in names)
+            except (OSError, SafetensorError) as error:
+                raise self._changed(", ".join(names), error) from error
+
+    def _open(self, file: str) -> Any:
+        try:
+            return safe_open(self.folder / file, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise self._changed(file, error) from error
+
+    def _changed(self, what: str, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"checkpoint {self.folder}: {what}: expected what the headers said a moment ago, got {error}; "
+            "load it again when nobody writes to it",
+            field=what,
+            expected="files that stay as they are",
+            got=str(error),
+        )
 
 
 def read_json(path: Path) -> Any:
@@ -116,15 +146,13 @@ def read_json(path: Path) -> Any:
         ) from error
 
 
-def open_shards(folder: Path, stack: ExitStack, faults: Faults) -> Shards:
-    """Open every file of a checkpoint and read the headers.
+def read_headers(folder: Path) -> Shards:
+    """Read the headers of every file of a checkpoint.
 
     Args:
         folder: holds the safetensors files.
-        stack: closes them.
-        faults: what is wrong is noted here.
     Returns:
-        The open files, as far as they could be opened.
+        What they say, as far as they could be opened.
     Raises:
         CheckpointError: the folder holds no checkpoint, or not one that can be told apart.
     """
@@ -134,31 +162,37 @@ def open_shards(folder: Path, stack: ExitStack, faults: Faults) -> Shards:
         files = sorted(set(index.values()))
     else:
         index, files = None, [_only_file(folder, present)]
-    handles = {}
+    headers: dict[str, Header] = {}
+    absent: dict[str, tuple[str, str]] = {}
+    strays = [file for file in present if file not in files]
     for file in files:
         try:
-            handles[file] = stack.enter_context(safe_open(folder / file, framework="pt"))
+            found = _read_header(folder / file)
         except FileNotFoundError:
-            faults.add("missing files", file)
-        except (OSError, SafetensorError) as error:
-            faults.add("unreadable files (damaged or cut off)", f"{file} ({error})")
-    headers: dict[str, Header] = {}
-    strays = [file for file in present if file not in files]
-    for file, handle in handles.items():
-        for name in handle.keys():  # noqa: SIM118 (the handle is not a mapping)
-            if index is not None and index.get(name) != file:
+            absent[file] = "missing files", file
+            continue
+        except (OSError, SafetensorError, ValueError) as error:
+            absent[file] = "unreadable files (damaged or cut off)", f"{file} ({error})"
+            continue
+        for name, header in found.items():
+            if index is None or index.get(name) == file:
+                headers[name] = header
+            else:
                 strays.append(f"{name} in {file}")
-                continue
-            part = handle.get_slice(name)
-            headers[name] = Header(file, part.get_dtype(), tuple(part.get_shape()))
-    unread = set()
-    for name, file in (index or {}).items():
-        if file not in handles:
-            unread.add(name)
-        elif name not in headers:
-            faults.add("tensors that the index places in a file that lacks them", f"{name} ({file})")
-            unread.add(name)
-    return Shards(headers, frozenset(unread), tuple(strays), handles)
+    unread = {name: file for name, file in (index or {}).items() if name not in headers}
+    return Shards(folder, headers, unread, absent, tuple(strays))
+
+
+def _read_header(path: Path) -> dict[str, Header]:
+    """Let the library judge a file, then read what its header says; asking for every tensor would take far longer."""
+    with safe_open(path, framework="pt"), path.open("rb") as file:
+        raw = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    file_name = path.name
+    return {
+        name: Header(file_name, entry["dtype"], tuple(entry["shape"]))
+        for name, entry in raw.items()
+        if name != "__metadata__"
+    }
 
 
 def _only_file(folder: Path, present: list[str]) -> str:
@@ -177,8 +211,10 @@ def _read_index(path: Path) -> dict[str, str]:
     raw = read_json(path)
     index = raw.get("weight_map") if isinstance(raw, dict) else None
     # A file name with a folder in it would lead out of the checkpoint.
-    if isinstance(index, dict) and index and all(isinstance(file, str) and _is_plain(file) for file in index.values()):
-        return index
+    if isinstance(index, dict) and index and all(isinstance(file, str) for file in index.values()):
+        owners: dict[str, str] = index
+        if all(map(_is_plain, set(owners.values()))):
+            return owners
     raise CheckpointError(
         f"{path}: expected a weight_map from tensor names to names of files beside it, got {str(index)[:120]}; "
         "get the file again",

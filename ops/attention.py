@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["attend", "attend_part", "merge_parts"]
+__all__ = ["attend", "attend_part", "merge_parts", "rounded_scores"]
 
 
-def attend(q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, *, scale: float, rounding: bool) -> Tensor:
+def attend(q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, *, scale: float, rounding: bool | str) -> Tensor:
     """Attend from T queries over X keys that they share.
 
     ``o = sum_m exp(s_m) k_m / (sum_m exp(s_m) + exp(sink))``, ``s = scale * <q, k>`` over the keys that the mask keeps.
@@ -25,19 +25,25 @@ def attend(q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, *, scale: float,
         mask: bool[...,T,X]. True keeps.
         sink: f32[N]. Logit of the sink, not scaled.
         scale: of the dot products.
-        rounding: round the unnormalised probabilities to the dtype of ``q`` before they meet the values.
+        rounding: round the unnormalised probabilities to the dtype of ``q`` before they meet the values, as the
+            official code does; "normalised" divides them first and rounds the scores too, as transformers does.
     Returns:
         float[...,T,N,D] in the dtype of ``q``.
     Rounding: f32 scores, sums and output; one rounding at the end.
     """
     n_heads = q.shape[-2]
     wide = keys.float()
-    scores = (q.flatten(-3, -2).float() @ wide.transpose(-1, -2)).unflatten(-2, (-1, n_heads)) * scale
+    scores = (q.flatten(-3, -2).float() @ wide.transpose(-1, -2)).unflatten(-2, (-1, n_heads))
+    scores = rounded_scores(scores, scale, q.dtype if rounding == "normalised" else None)
     scores = torch.where(mask.unsqueeze(-2), scores, -torch.inf)
     sink = sink.unsqueeze(-1)
-    top = torch.maximum(scores.amax(-1, keepdim=True), sink).detach()
+    top = scores.amax(-1, keepdim=True)
+    # Where probabilities are rounded unnormalised, the sink has no part in what they are scaled by.
+    top = (torch.where(top > -torch.inf, top, sink) if rounding is True else torch.maximum(top, sink)).detach()
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True) + (sink - top).exp()
+    if rounding == "normalised":
+        weights, total = weights / total, torch.ones_like(total)
     if rounding:
         weights = weights.to(q.dtype).float()
     out = (weights.flatten(-3, -2) @ wide).unflatten(-2, (-1, n_heads))
@@ -87,3 +93,8 @@ def merge_parts(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     weights = (lse - top).exp()
     total = weights.sum(0) + (sink - top).exp()
     return (weights.unsqueeze(-1) * out).sum(0) / total.unsqueeze(-1)
+
+
+def rounded_scores(products: Tensor, scale: float, dtype: torch.dtype | None) -> Tensor:
+    """Scale dot products, rounded to ``dtype`` before and after unless that is None: f32, of the same shape."""
+    return products * scale if dtype is None else (products.to(dtype) * scale).float()

@@ -26,11 +26,12 @@ from . import (
     quantize,
     rotary,
     router,
+    stored,
     streams,
     vocabulary,
 )
 
-__all__ = ["DIFFERENTIABLE", "FUSED", "INVARIANT", "REFERENCE", "Ops", "PagedOps", "kernel_table"]
+__all__ = ["DIFFERENTIABLE", "FUSED", "INVARIANT", "REFERENCE", "Ops", "PagedOps", "kernel_table", "with_stored"]
 
 Kernel = Callable[..., Tensor]
 Kernels2 = Callable[..., tuple[Tensor, Tensor]]
@@ -74,6 +75,7 @@ class Ops:
     update_streams: Kernel
     head_weights: Kernel
     pool_group: Kernel
+    fold_member: Kernel
     index_scores: Kernel
     pick_entries: Kernel
     attend: Kernel
@@ -83,6 +85,8 @@ class Ops:
     expert: Kernel
     hadamard: Kernel
     round_fp8: Kernel
+    round_fp8_rows: Kernel
+    round_int8_rows: Kernel
     round_fp4: Kernel
     paged: PagedOps | None = None
 
@@ -101,6 +105,7 @@ REFERENCE: Final = Ops(
     update_streams=streams.update_streams,
     head_weights=streams.head_weights,
     pool_group=compressor.pool_group,
+    fold_member=compressor.fold_member,
     index_scores=indexer.index_scores,
     pick_entries=indexer.pick_entries,
     attend=attention.attend,
@@ -110,6 +115,8 @@ REFERENCE: Final = Ops(
     expert=experts.expert,
     hadamard=quantize.hadamard,
     round_fp8=quantize.round_fp8,
+    round_fp8_rows=quantize.round_fp8_rows,
+    round_int8_rows=quantize.round_int8_rows,
     round_fp4=quantize.round_fp4,
 )
 """One plain version of every operator."""
@@ -145,6 +152,7 @@ INVARIANT: Final = attrs.evolve(
     update_streams=invariant.by_rows(REFERENCE.update_streams, 4),
     head_weights=invariant.by_rows(REFERENCE.head_weights, 1),
     pool_group=invariant.by_rows(REFERENCE.pool_group, 2),
+    fold_member=invariant.by_rows(REFERENCE.fold_member, 3),
     index_scores=invariant.index_scores,
     attend=invariant.attend,
     route_scored=invariant.by_rows(REFERENCE.route_scored, 1),
@@ -156,6 +164,24 @@ INVARIANT: Final = attrs.evolve(
 """What ``Numerics(invariant=True)`` runs: every row alone, bit for bit."""
 
 _TABLES: Final[Mapping[str, Ops]] = {"reference": REFERENCE, "fused": FUSED}
+
+_STORED: Final[Mapping[str, stored.StoredKernels]] = {
+    "reference": stored.reference_kernels,
+    "fused": stored.fused_kernels,
+    "invariant": stored.invariant_kernels,
+}
+
+
+def with_stored(ops: Ops) -> Ops:
+    """Let a kernel table of this package take weights as releases store them, too."""
+    kernels = _STORED[ops.name]
+    return attrs.evolve(
+        ops,
+        linear=kernels.linear,
+        grouped_linear=kernels.grouped_linear,
+        experts=kernels.experts,
+        expert=kernels.expert,
+    )
 
 
 def kernel_table(name: str | None, device: str, *, invariant: bool) -> Ops:

@@ -9,17 +9,63 @@ Source: DeepSeek-V4 ``inference/model.py``, ``Expert`` and ``MoE``; model sheet 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Final, Protocol
 
+import attrs
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from .linear import linear
+from .quantize import round_fp8
 
-__all__ = ["expert", "experts_dense", "experts_sorted", "gate_up", "run_sorted"]
+__all__ = [
+    "ACTIVATION_GROUP",
+    "PLAIN",
+    "ExpertMath",
+    "Stack",
+    "expert",
+    "experts_dense",
+    "experts_sorted",
+    "gate_up",
+    "inner_rows",
+    "run_sorted",
+]
+
+ACTIVATION_GROUP: Final = 128
+"""Channels that share a scale in rows that meet a quantised weight."""
 
 
-def gate_up(hidden: Tensor, limit: float | None) -> Tensor:
+class Stack(Protocol):
+    """The weights of a layer's experts, one to be taken at a time: a tensor, or something in its place."""
+
+    def __len__(self) -> int:
+        """Count the experts."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Take the weight of one expert, as the matrix product wants it."""
+
+
+@attrs.frozen(kw_only=True)
+class ExpertMath:
+    """Where a mixture weighs its experts and where it rounds.
+
+    Attributes:
+        weighs_after: routing weights multiply what comes out of an expert, not what its down projection reads.
+        rounds_steps: round every step of the SwiGLU, every weighted expert and their sum to the dtype of the rows.
+        rounds_inner: round what the down projection reads through e4m3.
+    """
+
+    weighs_after: bool = False
+    rounds_steps: bool = False
+    rounds_inner: bool = False
+
+
+PLAIN: Final = ExpertMath()
+"""What the official code does with unquantised weights."""
+
+
+def gate_up(hidden: Tensor, limit: float | None, *, rounding: bool = False) -> Tensor:
     """Apply the clamped SwiGLU to stacked gate and up projections.
 
     ``silu(min(g, limit)) * clamp(u, -limit, limit)``.
@@ -27,17 +73,45 @@ def gate_up(hidden: Tensor, limit: float | None) -> Tensor:
     Args:
         hidden: float[...,2*F]. Gate half, up half.
         limit: clamp, or None for none.
+        rounding: round every step to the dtype of ``hidden``.
     Returns:
         f32[...,F].
     Rounding: f32.
     """
-    gate, up = hidden.float().chunk(2, dim=-1)
+    gate, up = (hidden if rounding else hidden.float()).chunk(2, dim=-1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return F.silu(gate) * up
+    return (F.silu(gate.float()).to(gate.dtype) * up).float()
 
 
-def expert(x: Tensor, w13: Tensor, w2: Tensor, limit: float | None) -> Tensor:
+def inner_rows(hidden: Tensor, weights: Tensor | None, limit: float | None, how: ExpertMath) -> Tensor:
+    """Compute what the down projections read.
+
+    Args:
+        hidden: float[...,2*F]. Gate half, up half.
+        weights: f32[...,1]. Routing weights; None for the shared expert.
+        limit: clamp, or None for none.
+        how: where to weigh and round.
+    Returns:
+        float[...,F] in the dtype of ``hidden``.
+    """
+    inner = gate_up(hidden, limit, rounding=how.rounds_steps)
+    if weights is not None and not how.weighs_after:
+        inner = inner * weights
+    inner = inner.to(hidden.dtype)
+    return round_fp8(inner, ACTIVATION_GROUP) if how.rounds_inner else inner
+
+
+def _summed(out: Tensor, weights: Tensor, axis: int, how: ExpertMath) -> Tensor:
+    """Sum what came out of the experts of every row: float[...,K,H] and f32[...,K,1] -> f32[...,H]."""
+    if how.weighs_after:
+        weighted = out.float() * weights
+        out = weighted.to(out.dtype) if how.rounds_steps else weighted
+    total = out.sum(axis, dtype=torch.float32)
+    return total.to(out.dtype).float() if how.rounds_steps else total
+
+
+def expert(x: Tensor, w13: Tensor, w2: Tensor, limit: float | None, *, how: ExpertMath = PLAIN) -> Tensor:
     """Run one (shared) expert on every row.
 
     Args:
@@ -45,33 +119,42 @@ def expert(x: Tensor, w13: Tensor, w2: Tensor, limit: float | None) -> Tensor:
         w13: float[2*F,H].
         w2: float[H,F].
         limit: clamp of the SwiGLU, or None.
+        how: where to round.
     Returns:
         float[...,H] in the dtype of ``x``.
     """
-    return linear(gate_up(linear(x, w13), limit).to(x.dtype), w2)
+    return linear(inner_rows(linear(x, w13), None, limit, how), w2)
 
 
-def experts_dense(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
+def experts_dense(
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float, *, how: ExpertMath = PLAIN
+) -> Tensor:
     """Run every expert on every row and keep what was routed: static shapes, for differentiation and tracing.
 
     Args:
         x: float[...,H].
         ids: i64[...,K].
-        weights: f32[...,K]. Applied before the down projection.
+        weights: f32[...,K]. Applied before the down projection, unless ``how`` says otherwise.
         w13: float[E,2*F,H].
         w2: float[E,H,F].
         limit: clamp of the SwiGLU.
+        how: where to weigh and round.
     Returns:
         f32[...,H].
     """
     n_experts = w13.shape[0]
     table = torch.zeros((*ids.shape[:-1], n_experts), dtype=torch.float32, device=x.device).scatter(-1, ids, weights)
-    hidden = gate_up(linear(x, w13.flatten(0, 1)).unflatten(-1, (n_experts, -1)), limit)
-    routed = (hidden * table.unsqueeze(-1)).to(x.dtype)
-    return linear(routed.flatten(-2), w2.movedim(0, 1).flatten(1)).float()
+    hidden = linear(x, w13.flatten(0, 1)).unflatten(-1, (n_experts, -1))
+    inner = inner_rows(hidden, table.unsqueeze(-1), limit, how)
+    if how is PLAIN:
+        return linear(inner.flatten(-2), w2.movedim(0, 1).flatten(1)).float()
+    out = torch.einsum("...ef,ehf->...eh", inner.to(w2.dtype), w2).to(x.dtype)
+    return _summed(out, table.unsqueeze(-1), -2, how)
 
 
-def experts_sorted(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
+def experts_sorted(
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float, *, how: ExpertMath = PLAIN
+) -> Tensor:
     """Run the experts that were hit, each on its own rows: dispatch by expert-sorted rows, experts, combine.
 
     An opaque operator: it reads its own routing on the host, so nothing above it has to.
@@ -79,19 +162,27 @@ def experts_sorted(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Ten
     Args:
         x: float[T,H].
         ids: i64[T,K].
-        weights: f32[T,K]. Applied before the down projection.
+        weights: f32[T,K]. Applied before the down projection, unless ``how`` says otherwise.
         w13: float[E,2*F,H].
         w2: float[E,H,F].
         limit: clamp of the SwiGLU.
+        how: where to weigh and round.
     Returns:
         f32[T,H].
     Rounding: expert outputs in the dtype of ``x``, their sum in f32.
     """
-    return torch.ops.purestep.experts_sorted(x, ids, weights, w13, w2, limit)
+    return torch.ops.purestep.experts_sorted(x, ids, weights, w13, w2, limit, *attrs.astuple(how))
 
 
 def run_sorted(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float, multiply: Callable[..., Tensor]
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Stack,
+    w2: Stack,
+    limit: float,
+    multiply: Callable[..., Tensor],
+    how: ExpertMath = PLAIN,
 ) -> Tensor:
     """Do the work of ``experts_sorted`` with a given matrix product.
 
@@ -102,26 +193,40 @@ def run_sorted(
         return torch.zeros_like(x, dtype=torch.float32)
     n_rows, n_chosen = ids.shape
     order = torch.argsort(ids.flatten(), stable=True)
-    counts = torch.bincount(ids.flatten(), minlength=w13.shape[0]).tolist()
+    counts = torch.bincount(ids.flatten(), minlength=len(w13)).tolist()
     hit = [(e, n) for e, n in enumerate(counts) if n]
     rows = x.index_select(0, order // n_chosen).split([n for _, n in hit])
     hidden = torch.cat([multiply(part, w13[e]) for (e, _), part in zip(hit, rows, strict=True)])
-    hidden = (gate_up(hidden, limit) * weights.flatten().index_select(0, order).unsqueeze(-1)).to(x.dtype)
+    hidden = inner_rows(hidden, weights.flatten().index_select(0, order).unsqueeze(-1), limit, how)
     parts = hidden.split([n for _, n in hit])
     out = torch.cat([multiply(part, w2[e]) for (e, _), part in zip(hit, parts, strict=True)])
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return out.index_select(0, place).unflatten(0, (n_rows, n_chosen)).sum(1, dtype=torch.float32)
+    return _summed(out.index_select(0, place).unflatten(0, (n_rows, n_chosen)), weights.unsqueeze(-1), 1, how)
 
 
-def _experts_sorted(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
-    return run_sorted(x, ids, weights, w13, w2, limit, linear)
+def _experts_sorted(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    limit: float,
+    after: bool,
+    steps: bool,
+    inner: bool,
+) -> Tensor:
+    how = ExpertMath(weighs_after=after, rounds_steps=steps, rounds_inner=inner)
+    return run_sorted(x, ids, weights, w13, w2, limit, linear, how)
 
 
-def _experts_fake(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
+def _experts_fake(x: Tensor, *_rest: object) -> Tensor:
     return torch.empty_like(x, dtype=torch.float32)
 
 
 _LIBRARY = torch.library.Library("purestep", "DEF")
-_LIBRARY.define("experts_sorted(Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w2, float limit) -> Tensor")
+_LIBRARY.define(
+    "experts_sorted(Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w2, float limit, bool after, bool steps, "
+    "bool inner) -> Tensor"
+)
 _LIBRARY.impl("experts_sorted", _experts_sorted, "CompositeExplicitAutograd")
 torch.library.register_fake("purestep::experts_sorted", _experts_fake)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from . import experts as plain
 from . import norms
-from .experts import gate_up, run_sorted
+from .experts import PLAIN, ExpertMath, gate_up, inner_rows, run_sorted
 from .indexer import masked_scores, padded_picks
 from .linear import grouped_linear as plain_grouped
 from .streams import join_streams
@@ -81,20 +82,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
 
 
-def normalize_query(q: Tensor, eps: float, *, rounding: bool) -> Tensor:
+def normalize_query(q: Tensor, eps: float, *, rounding: bool | str) -> Tensor:
     """Scale every head to unit root mean square in one call; see ``norms.normalize_query``."""
     if rounding:
-        return norms.normalize_query(q, eps, rounding=True)
+        return norms.normalize_query(q, eps, rounding=rounding)
     return F.rms_norm(q.float(), q.shape[-1:], None, eps).to(q.dtype)
 
 
-def expert(x: Tensor, w13: Tensor, w2: Tensor, limit: float | None) -> Tensor:
+def expert(x: Tensor, w13: Tensor, w2: Tensor, limit: float | None, *, how: ExpertMath = PLAIN) -> Tensor:
     """Run one (shared) expert on every row; see ``experts.expert``."""
-    return linear(gate_up(linear(x, w13), limit).to(x.dtype), w2)
+    return linear(inner_rows(linear(x, w13), None, limit, how), w2)
 
 
-def experts_sorted(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
+def experts_sorted(
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float, *, how: ExpertMath = PLAIN
+) -> Tensor:
     """Run the experts that were hit, through oneDNN where they are thin; see ``experts.experts_sorted``."""
+    if how is not PLAIN:
+        return plain.experts_sorted(x, ids, weights, w13, w2, limit, how=how)
     return torch.ops.purestep.experts_thin(x, ids, weights, w13, w2, limit)
 
 

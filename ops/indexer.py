@@ -20,12 +20,13 @@ def index_scores(q: Tensor, keys: Tensor, weights: Tensor, *, rounding: bool) ->
         q: float[...,T,I,J].
         keys: float[...,C,J], shared by the T rows.
         weights: float[...,T,I]. Head weights with both scale factors; may be negative.
-        rounding: keep products and sums in the dtype of ``q`` (official) instead of f32.
+        rounding: keep products and sums in the dtype of ``weights`` (official) instead of f32.
     Returns:
         f32[...,T,C].
     """
     if not rounding:
-        q, keys, weights = q.float(), keys.float(), weights.float()
+        weights = weights.float()
+    q, keys = q.to(weights.dtype), keys.to(weights.dtype)
     n_heads = q.shape[-2]
     products = (q.flatten(-3, -2) @ keys.transpose(-1, -2)).unflatten(-2, (-1, n_heads)).relu()
     return (weights.unsqueeze(-2) @ products).squeeze(-2).float()

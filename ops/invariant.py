@@ -18,6 +18,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Final
 
+import attrs
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -25,6 +26,7 @@ from torch.nn import functional as F
 from . import experts as plain
 from . import indexer
 from . import linear as product
+from .attention import rounded_scores
 
 __all__ = ["attend", "by_rows", "experts_sorted", "grouped_linear", "index_scores", "linear"]
 
@@ -103,21 +105,42 @@ _linear: Callable[..., Tensor] = by_rows(product.linear, 1)
 _grouped_linear: Callable[..., Tensor] = by_rows(product.grouped_linear, 1)
 
 
-def _experts_tile(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
-    return plain.run_sorted(x, ids, weights, w13, w2, limit, linear)
+def _experts_tile(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    limit: float,
+    after: bool,
+    steps: bool,
+    inner: bool,
+) -> Tensor:
+    how = plain.ExpertMath(weighs_after=after, rounds_steps=steps, rounds_inner=inner)
+    return plain.run_sorted(x, ids, weights, w13, w2, limit, linear, how)
 
 
 _LIBRARY = torch.library.Library("purestep", "FRAGMENT")
-_LIBRARY.define("experts_tiled(Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w2, float limit) -> Tensor")
-_LIBRARY.impl("experts_tiled", _experts_tile, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "purestep::experts_tiled", lambda x, ids, weights, w13, w2, limit: torch.empty_like(x, dtype=torch.float32)
+_LIBRARY.define(
+    "experts_tiled(Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w2, float limit, bool after, bool steps, "
+    "bool inner) -> Tensor"
 )
+_LIBRARY.impl("experts_tiled", _experts_tile, "CompositeExplicitAutograd")
+torch.library.register_fake("purestep::experts_tiled", lambda x, *_rest: torch.empty_like(x, dtype=torch.float32))
 
 
-def experts_sorted(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float) -> Tensor:
+def experts_sorted(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    limit: float,
+    *,
+    how: plain.ExpertMath = plain.PLAIN,
+) -> Tensor:
     """Run the experts that were hit, each on tiles of ``ROWS`` rows; see ``experts.experts_sorted``."""
-    return torch.ops.purestep.experts_tiled(x, ids, weights, w13, w2, limit)
+    return torch.ops.purestep.experts_tiled(x, ids, weights, w13, w2, limit, *attrs.astuple(how))
 
 
 def index_scores(q: Tensor, keys: Tensor, weights: Tensor, *, rounding: bool) -> Tensor:
@@ -137,7 +160,7 @@ def index_scores(q: Tensor, keys: Tensor, weights: Tensor, *, rounding: bool) ->
     return torch.cat([score(q, tile, weights, rounding=rounding) for tile in tiles], dim=-1)[..., :n_keys]
 
 
-def attend(q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, *, scale: float, rounding: bool) -> Tensor:
+def attend(q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, *, scale: float, rounding: bool | str) -> Tensor:
     """Attend over keys that every row owns alone, in tiles of rows and keys; see ``attention.attend``.
 
     Args:
@@ -154,18 +177,20 @@ def attend(q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, *, scale: float,
     return by_rows(_attend_tile, 3)(q, keys, mask, sink, scale=scale, rounding=rounding)
 
 
-def _attend_tile(q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, *, scale: float, rounding: bool) -> Tensor:
+def _attend_tile(q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, *, scale: float, rounding: bool | str) -> Tensor:
     wide, tiles = q.squeeze(1).float(), [tile.float() for tile in keys.split(KEYS, dim=1)]
-    scores = [(wide @ tile.transpose(1, 2)) * scale for tile in tiles]
+    dtype = q.dtype if rounding == "normalised" else None
+    scores = [rounded_scores(wide @ tile.transpose(1, 2), scale, dtype) for tile in tiles]
     scores = [torch.where(seen, score, -torch.inf) for score, seen in zip(scores, mask.split(KEYS, dim=2), strict=True)]
     sink = sink.unsqueeze(-1)
-    top = torch.stack([score.amax(-1, keepdim=True) for score in scores]).amax(0).maximum(sink)
-    total = (sink - top).exp()
-    out = torch.zeros_like(wide)
-    for score, tile in zip(scores, tiles, strict=True):
-        part = (score - top).exp()
+    top = torch.stack([score.amax(-1, keepdim=True) for score in scores]).amax(0)
+    top = torch.where(top > -torch.inf, top, sink) if rounding is True else top.maximum(sink)
+    parts, total = [(score - top).exp() for score in scores], (sink - top).exp()
+    for part in parts:
         total = total + part.sum(-1, keepdim=True)
-        if rounding:
-            part = part.to(q.dtype).float()
-        out = out + part @ tile
+    if rounding == "normalised":
+        parts, total = [part / total for part in parts], torch.ones_like(total)
+    out = torch.zeros_like(wide)
+    for part, tile in zip(parts, tiles, strict=True):
+        out = out + (part.to(q.dtype).float() if rounding else part) @ tile
     return (out / total).to(q.dtype).unsqueeze(1)

@@ -25,18 +25,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * scale * weight.float()).to(x.dtype)
 
 
-def normalize_query(q: Tensor, eps: float, *, rounding: bool) -> Tensor:
+def normalize_query(q: Tensor, eps: float, *, rounding: bool | str) -> Tensor:
     """Scale every query head to unit root mean square; there is no weight.
 
     Args:
         q: float[...,N,D].
         eps: added to the mean square.
-        rounding: round square, mean, sum, root and product to the dtype of ``q``, as the official code does.
+        rounding: round square, mean, sum, root and product to the dtype of ``q``, as the official code does; "factor"
+            rounds the root and the product alone, as transformers does.
     Returns:
         float[...,N,D] in the dtype of ``q``.
     Source: DeepSeek-V4 ``inference/model.py``, ``Attention`` (query path).
     """
-    if rounding:
-        return q * torch.rsqrt(q.square().mean(-1, keepdim=True) + eps)
+    if rounding is True:
+        mean = q.square().mean(-1, keepdim=True) + eps
+        # In f32 and rounded: of a narrower tensor the CPU's root rounds the elements twice that fill no vector.
+        return q * torch.rsqrt(mean.float()).to(q.dtype)
     wide = q.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(q.dtype)
+    factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return q * factor.to(q.dtype) if rounding else (wide * factor).to(q.dtype)

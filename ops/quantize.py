@@ -6,18 +6,35 @@ Source: DeepSeek-V4 ``inference/kernel.py`` (``act_quant``, ``fp4_act_quant``, `
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Int8Weight", "hadamard", "int8_weight", "round_fp4", "round_fp8"]
+__all__ = [
+    "FP4_STEPS",
+    "FP8_MAX",
+    "Int8Weight",
+    "fp4_codes",
+    "fp8_codes",
+    "hadamard",
+    "int8_weight",
+    "power_of_two_scale",
+    "power_scale",
+    "round_fp4",
+    "round_fp8",
+    "round_fp8_rows",
+    "round_int8_rows",
+    "row_scale",
+    "scale_bytes",
+]
 
-FP8_MAX = 448.0
+FP8_MAX: Final = 448.0
 FP8_FLOOR = 1e-4  # smallest group maximum of the official kernel
 FP4_MAX = 6.0
 FP4_FLOOR = 6.0 * 2.0**-126  # keeps the scale a normal number
-
+FP4_STEPS: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of e2m1, by code."""
 
 INT8_MAX = 127.0
 
@@ -51,7 +68,7 @@ def int8_weight(w: Tensor) -> Int8Weight:
     return Int8Weight(codes=codes.round().to(torch.int8), scales=scales)
 
 
-def _power_of_two_scale(amax: Tensor, limit: float) -> Tensor:
+def power_of_two_scale(amax: Tensor, limit: float) -> Tensor:
     """Return ``2 ** ceil(log2(amax / limit))``, exact because it reads the exponent instead of a logarithm."""
     mantissa, exponent = torch.frexp(amax / limit)
     # frexp gives mantissa in [0.5, 1): exactly 0.5 is a power of two already.
@@ -77,11 +94,72 @@ def round_fp8(x: Tensor, group: int) -> Tensor:
     Returns:
         float[...,D] in the dtype of ``x``.
     """
+    grouped, scale = _fp8_scaled(x, group)
+    return _joined(grouped.to(torch.float8_e4m3fn).float() * scale, x)
+
+
+def _fp8_scaled(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Divide every group by its scale: (f32[...,C,group], f32[...,C,1])."""
     grouped = _groups(x, group)
     amax = grouped.abs().amax(-1, keepdim=True).clamp(min=FP8_FLOOR)
-    scale = _power_of_two_scale(amax, FP8_MAX)
-    codes = (grouped / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-    return _joined(codes.float() * scale, x)
+    scale = power_of_two_scale(amax, FP8_MAX)
+    return (grouped / scale).clamp(-FP8_MAX, FP8_MAX), scale
+
+
+def fp8_codes(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return the codes and scales that ``round_fp8`` rounds through.
+
+    Args:
+        x: float[...,D].
+        group: channels that share a scale.
+    Returns:
+        (e4m3 [...,D], f32[...,C]); C groups.
+    """
+    grouped, scale = _fp8_scaled(x, group)
+    return grouped.flatten(-2)[..., : x.shape[-1]].to(torch.float8_e4m3fn), scale.squeeze(-1)
+
+
+def scale_bytes(scales: Tensor) -> Tensor:
+    """Store powers of two as their exponents: f32[...] -> u8[...] (ue8m0)."""
+    return scales.to(torch.float8_e8m0fnu).view(torch.uint8)
+
+
+def power_scale(exponents: Tensor) -> Tensor:
+    """Read what ``scale_bytes`` stored: u8[...] -> f32[...]."""
+    return exponents.view(torch.float8_e8m0fnu).float()
+
+
+def row_scale(x: Tensor) -> Tensor:
+    """Compute the scale of every row that brings its largest value to that of e4m3: float[...,D] -> f32[...,1]."""
+    return x.float().abs().amax(-1, keepdim=True).clamp(min=FP8_FLOOR) / FP8_MAX
+
+
+def round_fp8_rows(x: Tensor) -> Tensor:
+    """Round every row through e4m3 with one f32 scale.
+
+    Args:
+        x: float[...,J].
+    Returns:
+        f32[...,J].
+    Source: SGLang 0.5.23, FP8 index cache; the smallest row maximum is that of the official kernels.
+    """
+    scale = row_scale(x)
+    return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float() * scale
+
+
+def round_int8_rows(x: Tensor) -> Tensor:
+    """Round every row through int8 with one f16 scale.
+
+    Args:
+        x: float[...,J].
+    Returns:
+        f32[...,J].
+    Source: ``npu_dynamic_quant`` as vllm-ascend's indexer calls it; Ascend sheet, indexer.
+    """
+    wide = x.float()
+    scale = wide.abs().amax(-1, keepdim=True) / INT8_MAX
+    codes = (wide / torch.where(scale > 0, scale, 1.0)).round()
+    return codes * scale.half().float()
 
 
 def round_fp4(x: Tensor, group: int) -> Tensor:
@@ -93,15 +171,35 @@ def round_fp4(x: Tensor, group: int) -> Tensor:
     Returns:
         float[...,D] in the dtype of ``x``.
     """
+    grouped, size, scale = _fp4_rounded(x, group)
+    return _joined(size.copysign(grouped) * scale, x)
+
+
+def _fp4_rounded(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Round magnitudes to those of e2m1: (groups f32[...,C,group], their sizes, scales f32[...,C,1])."""
     grouped = _groups(x, group)
     amax = grouped.abs().amax(-1, keepdim=True).clamp(min=FP4_FLOOR)
-    scale = _power_of_two_scale(amax, FP4_MAX)
+    scale = power_of_two_scale(amax, FP4_MAX)
     size = (grouped / scale).abs().clamp(max=FP4_MAX)
     # The grid 0, .5, 1, 1.5, 2 | 2, 3, 4 | 4, 6 has steps .5, 1 and 2; round() takes ties to even multiples, which are
     # the even codes on each piece.
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
-    codes = torch.round(size / step) * step
-    return _joined(codes.copysign(grouped) * scale, x)
+    return grouped, torch.round(size / step) * step, scale
+
+
+def fp4_codes(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return the codes and scales that ``round_fp4`` rounds through.
+
+    Args:
+        x: float[...,J].
+        group: channels that share a scale.
+    Returns:
+        (u8[...,J], sign in bit 3; f32[...,C]); C groups.
+    """
+    grouped, size, scale = _fp4_rounded(x, group)
+    codes = torch.bucketize(size, torch.tensor(FP4_STEPS, device=x.device)).to(torch.uint8)
+    codes = codes | torch.signbit(grouped).to(torch.uint8) << 3
+    return codes.flatten(-2)[..., : x.shape[-1]], scale.squeeze(-1)
 
 
 def hadamard(x: Tensor) -> Tensor:

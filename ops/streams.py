@@ -119,7 +119,7 @@ def enter_streams(
     return join_streams(streams, pre), post, comb
 
 
-def update_streams(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+def update_streams(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor, *, rounding: bool = False) -> Tensor:
     """Mix the streams among themselves and add the sublayer's output to each.
 
     ``R'[to] = post[to] * y + sum over from of comb[from, to] * R[from]``.
@@ -129,10 +129,14 @@ def update_streams(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Te
         y: float[...,H].
         post: f32[...,M].
         comb: f32[...,M,M].
+        rounding: round weights, product and both summands to the dtype of ``streams``, as transformers does.
     Returns:
         float[...,M,H] in the dtype of ``streams``.
     Rounding: f32 inside, one rounding at the end.
     """
+    if rounding:
+        mixed = comb.to(streams.dtype).transpose(-1, -2) @ streams
+        return post.to(streams.dtype).unsqueeze(-1) * y.unsqueeze(-2) + mixed
     added = post.unsqueeze(-1) * y.float().unsqueeze(-2)
     return (comb.transpose(-1, -2) @ streams.float() + added).to(streams.dtype)
 

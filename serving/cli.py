@@ -1,4 +1,5 @@
-"""The command line: generate, score, info, plan, kernels, record, diff, trace, serve, chat, bench-serve.
+"""The command line: generate, score, info, plan, convert, make-tiny, kernels, profile, record, diff, trace, serve,
+chat, bench, bench-serve.
 
 Standard output carries what was asked for and nothing else; progress, statistics and complaints go to standard error.
 
@@ -30,6 +31,7 @@ from types import ModuleType
 from typing import Annotated, Any, Final
 
 import attrs
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -42,14 +44,21 @@ from ..model.loading import load_model, model_folder
 from ..model.model import Model
 from ..model.shards import CONFIG_FILE
 from ..model.stages import STAGES
+from ..model.streaming import SUMS_FILE
 from ..ops.ascend.providers import installed_schemas
 from ..state.errors import ConfigError, PurestepError, RequestError
+from ..state.kv import CACHE_FORMS, CacheForm
+from ..state.numerics import Numerics
 from ..state.parallel import Parallel
 from ..state.sampling import SamplingParams
 from ..step.compare import compare_runs
 from ..step.generate import generate_tokens, prompt_ids
 from ..step.run_files import save_run
 from ..step.selfcheck import check_output
+from .bench_decode import bench_table, draw_timings, time_decode
+from .checkpoint_tools import convert as convert_checkpoint
+from .checkpoint_tools import make_tiny as make_tiny_checkpoint
+from .checkpoint_tools import parse_layers
 from .chips import CHIPS
 from .costs import cache_costs
 from .info import info_tables, pairs_table, show_bytes
@@ -60,6 +69,7 @@ from .load_stats import load_tables, summarise
 from .plan_step import plan_step
 from .plan_table import plan_tables
 from .processes import join_processes
+from .profile import filled_state, profile_step, profile_table, write_trace
 from .records import diff_tables, read_pairs, read_run, record_run, row_independent
 from .released import RELEASED
 from .score import Score, score_text
@@ -102,6 +112,20 @@ Kernels = Annotated[str | None, typer.Option(help="reference, fused or ascend; d
 Chip = Annotated[str | None, typer.Option(help="a2 or a3; with Ascend kernels.")]
 
 
+NumericsName = Annotated[
+    str | None,
+    typer.Option(
+        "--numerics",
+        help="Whose roundings: plain, official, transformers, sglang, vllm-ascend or vllm-ascend-newest; default plain "
+        "in float32, official in bfloat16.",
+    ),
+]
+Caches = Annotated[
+    str | None,
+    typer.Option(help="Form of the caches: plain, online, fp8, fp8-online, fp4, fp4-online; default plain."),
+]
+
+
 def main() -> None:
     """Run the command that the arguments name."""
     app()
@@ -128,6 +152,7 @@ def generate(
     dtype: Dtype = None,
     kernels: Kernels = None,
     chip: Chip = None,
+    numerics: NumericsName = None,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
@@ -159,7 +184,7 @@ def generate(
         seed=secrets.randbits(32) if seed is None else seed,
     )
     text = _prompt_text(STDIN if prompt is None else prompt)
-    loaded = _load(model, dtype, kernels, chip)
+    loaded = _load(model, dtype, kernels, chip, numerics)
     ids = _prompt_ids(loaded, text)
     if echo:
         write_text(text)
@@ -177,6 +202,7 @@ def score(
     dtype: Dtype = None,
     kernels: Kernels = None,
     chip: Chip = None,
+    numerics: NumericsName = None,
     context: Annotated[int | None, typer.Option(help="Tokens in a window; default 512, or all of the model's.")] = None,
     stride: Annotated[int | None, typer.Option(help="Tokens from window to window; default half a window.")] = None,
     batch: Annotated[int, typer.Option(help="Windows that run together.")] = 4,
@@ -187,7 +213,7 @@ def score(
 ) -> None:
     """Measure how many bits a byte of text costs under the model, through the caches that decode uses."""
     texts = [(name, read_text(name)) for name in files]
-    loaded = _load(model, dtype, kernels, chip)
+    loaded = _load(model, dtype, kernels, chip, numerics)
     context = min(512, loaded.config.max_position_embeddings) if context is None else context
     stride = max(1, context // 2) if stride is None else stride
     scores = []
@@ -211,9 +237,11 @@ def info(
     model: Annotated[str, typer.Argument(help='"tiny", or a folder with a config.json.')] = "tiny",
     context: Annotated[int | None, typer.Option(help="Tokens a request; default 4096, or all of the model's.")] = None,
     requests: Annotated[int, typer.Option(help="Requests that a state has room for.")] = 1,
+    caches: Caches = None,
 ) -> None:
-    """Show a model's configuration, layers, parameters and cache sizes."""
-    for table in info_tables(_folder(model), context=context, requests=requests):
+    """Show a model's configuration, layers, parameters, files, cache sizes and the memory that it needs."""
+    form = "plain" if caches is None else _form(caches)
+    for table in info_tables(_folder(model), context=context, requests=requests, form=form):
         table_console().print(table)
 
 
@@ -256,6 +284,57 @@ def plan(
 
 
 @app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="Folder of the checkpoint.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write to; an interrupted conversion goes on.")],
+    form: Annotated[str | None, typer.Option(help="fp4, fp8, bf16 or f32; default the one that it has.")] = None,
+    names: Annotated[str, typer.Option(help="official or transformers.")] = "official",
+    max_shard_bytes: Annotated[int, typer.Option(min=1, help="Start a new file before one gets bigger.")] = 5 * 10**9,
+) -> None:
+    """Write a checkpoint in another form or under other names, with checksums, one tensor in memory at a time."""
+    with progress_bar("converting") as report:
+        convert_checkpoint(
+            _folder(source), out, form=form, names=names, max_shard_bytes=max_shard_bytes, progress=report
+        )
+    typer.echo(f"{out}: written; check it with: sha256sum -c {SUMS_FILE}", err=True)
+
+
+@app.command()
+def make_tiny(
+    out: Annotated[Path, typer.Argument(help="Folder to write to.")],
+    source: Annotated[str | None, typer.Option(help="Take a part of this checkpoint; default random weights.")] = None,
+    like: Annotated[
+        str, typer.Option(help="Shape of random weights: toy, flash, pro, or a folder with a config.json.")
+    ] = "toy",
+    layers: Annotated[str | None, typer.Option(help="Layers to keep, such as 0,2-3; default all.")] = None,
+    experts: Annotated[int | None, typer.Option(min=1, help="Routed experts to keep; default all.")] = None,
+    vocab: Annotated[int | None, typer.Option(min=1, help="Tokens to keep; default all.")] = None,
+    form: Annotated[str | None, typer.Option(help="fp4, fp8, bf16 or f32; default the source's, or fp4.")] = None,
+    names: Annotated[str, typer.Option(help="official or transformers.")] = "official",
+    draft: Annotated[bool, typer.Option("--draft", help="Draw a draft block too.")] = False,
+    seed: Annotated[int, typer.Option(help="Of random weights.")] = 0,
+    max_shard_bytes: Annotated[int, typer.Option(min=1, help="Start a new file before one gets bigger.")] = 5 * 10**9,
+) -> None:
+    """Write a small checkpoint: some layers, experts and tokens of a real one, or random weights of its shape."""
+    with progress_bar("writing") as report:
+        config = make_tiny_checkpoint(
+            out,
+            source=None if source is None else _folder(source),
+            like=like,
+            layers=None if layers is None else parse_layers(layers),
+            experts=experts,
+            vocab=vocab,
+            form=form,
+            names=names,
+            draft=draft,
+            seed=seed,
+            max_shard_bytes=max_shard_bytes,
+            progress=report,
+        )
+    typer.echo(f"{out}: layers: {config.num_hidden_layers}, experts: {config.n_routed_experts}", err=True)
+
+
+@app.command()
 def kernels(
     chip: Annotated[str, typer.Option(help="a2 (910B), a3 (910C) or a5 (950).")] = "a3",
     self_test: Annotated[bool, typer.Option("--self-test", help="Run every kernel against the reference.")] = False,
@@ -282,6 +361,83 @@ def kernels(
             table_console().print(verdict_table(verdicts))
     if any(one.verdict in ("fails", "error") for one in verdicts):
         raise typer.Exit(1)
+
+
+@app.command()
+def profile(
+    model: ModelName = "tiny",
+    dtype: Dtype = None,
+    kernels: Kernels = None,
+    chip: Chip = None,
+    batch: Annotated[int, typer.Option(min=1, help="Requests that decode together.")] = 4,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each of them.")] = 256,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are measured.")] = 20,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU; default torch's own choice.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Also write every operator of one step, for chrome://tracing or Perfetto.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write one line of JSON instead of the table.")] = False,
+) -> None:
+    """Show where the time of a decode step goes, stage by stage."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    loaded = _load(model, dtype, kernels, chip)
+    with progress_bar("prompts") as report:
+        state = filled_state(loaded, batch, context, room=steps + 4, progress=report)
+    found = profile_step(loaded, state, steps)
+    if trace is not None:
+        write_trace(loaded, state, trace)
+        typer.echo(f"wrote {trace}; open it in https://ui.perfetto.dev", err=True)
+    if as_json:
+        typer.echo(json.dumps(attrs.asdict(found)))
+    else:
+        table_console().print(profile_table(found))
+
+
+@app.command()
+def bench(
+    case: Annotated[str, typer.Option(help="tiny, small or flash-slice.")] = "small",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Rows of a step; repeat it. Default 1, 4, 16, 32.")
+    ] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens before them; repeat it. Default 128, 1024, 8192.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Steps of each engine.")] = 12,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU; default torch's own choice.")] = None,
+    kernels: Kernels = None,
+    peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Measure beside transformers.")] = True,
+    pool_scale: Annotated[int, typer.Option(min=1, help="Also step in pools so many times larger.")] = 1,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the curves with floor and peer: a name ending in .png or .svg.")
+    ] = None,
+) -> None:
+    """Measure decode steps beside transformers and beside what the machine allows; JSON lines on standard output."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    found = []
+    with progress_bar("measuring") as report:
+        timings = time_decode(
+            case,
+            dtype,
+            batches=batch or (1, 4, 16, 32),
+            contexts=context or (128, 1024, 8192),
+            rounds=rounds,
+            kernels=kernels,
+            has_peer=peer,
+            pool_scale=pool_scale,
+            progress=report,
+        )
+        for timing in timings:
+            found.append(timing)
+            typer.echo(json.dumps(attrs.asdict(timing)))
+    Console(stderr=True, width=None if sys.stderr.isatty() else 160).print(
+        bench_table(found, torch.get_num_threads(), rounds)
+    )
+    if picture is not None:
+        draw_timings(found, picture)
+        typer.echo(f"wrote {picture}", err=True)
 
 
 @app.command()
@@ -389,6 +545,8 @@ def serve(
     dtype: Dtype = None,
     kernels: Kernels = None,
     chip: Chip = None,
+    numerics: NumericsName = None,
+    caches: Caches = None,
     tp: Annotated[int, typer.Option(min=1, help="Ranks that share one replica's attention; tp * dp in all.")] = 1,
     dp: Annotated[int, typer.Option(min=1, help="Replicas of the attention, with requests of their own.")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="Ranks that whole experts are dealt to: all of them, or 1.")] = 1,
@@ -444,7 +602,7 @@ def serve(
         timeout_s=rank_timeout,
     )
     join_processes(parallel)
-    loaded = _load(model, dtype, kernels, chip, parallel)
+    loaded = _load(model, dtype, kernels, chip, numerics, parallel)
     if invariant:
         loaded = row_independent(loaded, kernels)
     longest = loaded.config.max_position_embeddings
@@ -455,6 +613,7 @@ def serve(
         tokens=max_running_requests * context if max_total_tokens is None else max_total_tokens,
         context=context,
         page_size=page_size,
+        caches=None if caches is None else _form(caches),
         budget=chunked_prefill_size,
         points=max_reused_prefixes,
         checks_invariants=debug_invariants,
@@ -668,13 +827,29 @@ def _stream(model: Model, ids: list[int], params: SamplingParams) -> list[tuple[
     ]
 
 
+def _form(name: str) -> CacheForm:
+    for form in CACHE_FORMS:
+        if form == name:
+            return form
+    names = ", ".join(CACHE_FORMS)
+    raise ConfigError(f"caches: expected one of {names}, got {name!r}", field="caches", expected=names, got=name)
+
+
 def _load(
-    name: str, dtype: str | None, kernels: str | None, chip: str | None, parallel: Parallel | None = None
+    name: str,
+    dtype: str | None,
+    kernels: str | None,
+    chip: str | None,
+    numerics: str | None = None,
+    parallel: Parallel | None = None,
 ) -> Model:
     _folder(name)
+    chosen = None if numerics is None else Numerics.named(numerics)
     with warnings.catch_warnings(record=True) as notes, progress_bar("loading") as report:
         warnings.simplefilter("always", CheckpointNote)
-        model = load_model(name, dtype=dtype, kernels=kernels, chip=chip, parallel=parallel, progress=report)
+        model = load_model(
+            name, dtype=dtype, numerics=chosen, kernels=kernels, chip=chip, parallel=parallel, progress=report
+        )
         check_output(model)
     for note in notes:
         typer.echo(f"note: {note.message}", err=True)

@@ -1,20 +1,19 @@
 """The engine loop: one task owns the state; steps run in one worker thread, so that the event loop stays responsive.
 
 A turn takes what has happened since the last one, lets the scheduler plan, makes the step, and tells every stream what
-was sampled. While nothing else happens, the next step begins before the streams have heard of the last one. Nothing but
-the current pool is kept. A step that raises leaves the pool
-as it was; the requests that were in it end with the error, all others go on.
+was sampled. Nothing but the current pool is kept. A step that raises leaves the pool as it was; the requests that were
+in it end with the error, all others go on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from math import isnan, lcm
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal
 
 import attrs
 import torch
@@ -24,9 +23,10 @@ from ..model.model import Model
 from ..ops.sampling import token_logprobs
 from ..state.batch import StepOutput
 from ..state.capacity import Capacity
-from ..state.decode import find_request
+from ..state.decode import DecodeState, find_request
 from ..state.errors import CapacityError, ConfigError, PurestepError, RankError, RequestError
 from ..state.invariants import check
+from ..state.kv import CacheForm
 from ..step.announce import CANNOT_BEGIN
 from ..step.extend import extend_step
 from ..step.requests import check_params, init_state
@@ -37,12 +37,6 @@ from .scheduler import UNIT, Arrived, Cancelled, Event, Limits, Plan, Rows, Sche
 __all__ = ["Engine", "EngineLimits", "EngineStatus", "News", "Stream", "Turn", "Usage", "usage_of"]
 
 _POOL_PAGES: Final = {"full": "free_pages", "window": "free_swa_pages", "C128": "free_c128_pages", "rows": "free_rows"}
-
-_Asked: TypeAlias = tuple[Ask, tuple[int, ...]]
-"""An ask, and the tokens sampled for it so far."""
-
-_MOST_TURNS: Final = 8
-"""Turns after which the worker waits for the event loop, lest it run ahead of a slow one."""
 
 
 @attrs.frozen(kw_only=True)
@@ -59,6 +53,7 @@ class EngineLimits:
         tokens: tokens of all requests together that may own a slot.
         context: longest request, reply included.
         page_size: tokens per page.
+        caches: form of the caches, as in ``init_state``; None for the model's own.
         budget: tokens that a step feeds at most; at least 128 more than ``running``.
         points: prefixes held for reuse; 0 switches reuse off.
         checks_invariants: whether every state is checked; for debugging.
@@ -69,6 +64,7 @@ class EngineLimits:
     tokens: int = 16384
     context: int = 2048
     page_size: int = 128
+    caches: CacheForm | None = None
     budget: int = 512
     points: int = 8
     checks_invariants: bool = False
@@ -282,7 +278,7 @@ class Engine:
         self.model, self.limits = model, limits
         rows = limits.running + limits.points
         capacity = Capacity(requests=rows, tokens=limits.tokens, context=limits.context)
-        self._pool = Pool(state=init_state(model, capacity, page_size=limits.page_size))
+        self._pool = Pool(state=init_state(model, capacity, page_size=limits.page_size, caches=limits.caches))
         self._scheduler = SchedulerState(
             limits=Limits(running=limits.running, budget=limits.budget, points=limits.points, unit=limits.reuse_unit)
         )
@@ -411,7 +407,7 @@ class Engine:
     async def _run(self) -> None:
         try:
             while True:
-                await self._make_turns()
+                await self._one_turn()
         except BaseException as error:
             # A fault of the engine's own, or its task was taken away: nobody is left waiting, and status() says so.
             self._failure = _say(error) if self._is_open else None
@@ -421,44 +417,17 @@ class Engine:
             self._replies.clear()
             raise
 
-    async def _make_turns(self) -> None:
-        """Send the worker off with what is known now, and take in its turns until it wants to know more."""
+    async def _one_turn(self) -> None:
         if not self._events and not self._replies:
             self._wake.clear()
             await self._wake.wait()
             self._progress = time.monotonic()
         events, self._events = self._events, []
         asks = {key: (reply.ask, reply.outputs) for key, reply in self._replies.items()}
-        turns: asyncio.Queue[Turn | None] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def work() -> None:
-            try:
-                for turn in self._turns(self._scheduler, events, self._pool, asks):
-                    loop.call_soon_threadsafe(turns.put_nowait, turn)
-            finally:
-                loop.call_soon_threadsafe(turns.put_nowait, None)
-
-        done = loop.run_in_executor(self._worker, work)
-        while (turn := await turns.get()) is not None:
-            self._accept(turn)
-        await done
-
-    def _turns(
-        self, scheduler: SchedulerState, events: Sequence[Event], pool: Pool, asks: Mapping[int, _Asked]
-    ) -> Iterator[Turn]:
-        """Make turns as long as nothing happens but that every request gets its next token; runs in the worker thread.
-
-        The event loop need not be waited for between them: what it would say is known.
-        """
-        for _ in range(_MOST_TURNS):
-            turn = self._turn(scheduler, events, pool, asks)
-            yield turn
-            if turn.is_idle or self._events or any(isinstance(item, Ended) for _, item in turn.said):
-                return
-            scheduler, pool, events = turn.scheduler, turn.pool, ()
-            new = {key: item.token_id for key, item in turn.said if isinstance(item, Sampled)}
-            asks = {key: (ask, (*ids, new[key]) if key in new else ids) for key, (ask, ids) in asks.items()}
+        work = asyncio.get_running_loop().run_in_executor(
+            self._worker, self._turn, self._scheduler, events, self._pool, asks
+        )
+        self._accept(await asyncio.shield(work))
 
     def _accept(self, turn: Turn) -> None:
         """Take over the state after a turn and tell the streams."""
@@ -501,9 +470,15 @@ class Engine:
             ]
             self._wake.set()
 
-    def _turn(self, scheduler: SchedulerState, events: Sequence[Event], pool: Pool, asks: Mapping[int, _Asked]) -> Turn:
+    def _turn(
+        self,
+        scheduler: SchedulerState,
+        events: Sequence[Event],
+        pool: Pool,
+        asks: Mapping[int, tuple[Ask, tuple[int, ...]]],
+    ) -> Turn:
         """Plan and make one step; runs in the worker thread and changes nothing of the engine."""
-        scheduler, plan = schedule(scheduler, events, pool)
+        scheduler, plan = schedule(self._scheduler, events, pool)
         said: list[tuple[int, Sampled | Ended]] = [
             (key, Ended(reason="abort")) for key in plan.cancelled if key in asks
         ]
@@ -526,7 +501,7 @@ class Engine:
             raise RuntimeError(f"engine: the state is unsound: {wrong[0]}")
         return turn
 
-    def _stepped(self, turn: Turn, plan: Plan, asks: Mapping[int, _Asked]) -> Turn:
+    def _stepped(self, turn: Turn, plan: Plan, asks: Mapping[int, tuple[Ask, tuple[int, ...]]]) -> Turn:
         """Make the step of a plan."""
         pool, rows = plan.view, plan.rows
         state, out, logits_of = self._step(plan, asks)
@@ -544,10 +519,12 @@ class Engine:
             said=(*turn.said, *_said(out, keys)),
             prompt_logprobs=tuple(found),
             finished=tuple(keys[request] for request in out.finished),
-            fed=sum(find_request(state, pool.ids[key]).kv_len - pool.progress(key).n_cached for key, _ in rows),
+            fed=_cached(state) - _cached(pool.state),
         )
 
-    def _step(self, plan: Plan, asks: Mapping[int, _Asked]) -> tuple[Any, StepOutput, dict[int, Tensor]]:
+    def _step(
+        self, plan: Plan, asks: Mapping[int, tuple[Ask, tuple[int, ...]]]
+    ) -> tuple[Any, StepOutput, dict[int, Tensor]]:
         """Make the step of a plan: (state, output, key -> logits of the fed prompt tokens where asked for)."""
         pool = plan.view
         masks: dict[int, Tensor] = {}
@@ -576,6 +553,10 @@ class Engine:
         lens = [find_request(state, pool.ids[key]).kv_len - pool.progress(key).n_cached for key, _ in plan.rows]
         parts = dict(zip((key for key, _ in plan.rows), out.logits.split(lens), strict=True))
         return state, out, {key: parts[key] for key in wanted}
+
+
+def _cached(state: DecodeState) -> int:
+    return sum(request.kv_len for request in state.requests)
 
 
 def _bytes_of(spec: tuple[torch.Size, torch.dtype, torch.device]) -> int:

@@ -13,22 +13,46 @@ from rich.table import Table
 
 from ..model.checkpoint import read_config
 from ..model.layout import parameter_count
+from ..model.storage import FORMS, Storage
 from ..state.capacity import C4_RATIO, C128_RATIO, Capacity
 from ..state.config import Config
-from .costs import CacheCost, PartCost, active_parameters, cache_costs, file_bytes, part_costs, pool_bytes
+from ..state.kv import CacheForm
+from ..state.released import family_of
+from .costs import (
+    CacheCost,
+    FileReport,
+    PartCost,
+    active_parameters,
+    cache_costs,
+    file_report,
+    part_costs,
+    pool_bytes,
+    smallest_layout,
+    weight_bytes,
+)
 
-__all__ = ["info_tables", "pairs_table", "show_bytes", "show_layers"]
+__all__ = ["free_memory", "info_tables", "pairs_table", "show_bytes", "show_layers"]
 
 _KINDS: Final[Mapping[int, str]] = {0: "window", C4_RATIO: "window + C4 + indexer", C128_RATIO: "window + C128"}
 
 
-def info_tables(folder: Path, *, context: int | None = None, requests: int = 1) -> Iterator[Table]:
+_LISTED: Final = 10
+"""Names of one fault that the table repeats."""
+
+_DEVICES_GIB: Final = (64, 80, 141)
+"""Memory of common devices."""
+
+
+def info_tables(
+    folder: Path, *, context: int | None = None, requests: int = 1, form: CacheForm = "plain"
+) -> Iterator[Table]:
     """Describe a checkpoint, or a folder with nothing but a ``config.json``.
 
     Args:
         folder: of the checkpoint.
         context: tokens a request for which caches are sized; default 4096, or all that the model has.
         requests: how many of them.
+        form: how caches are stored.
     Raises:
         CheckpointError: no configuration, or damaged files.
         ConfigError: a configuration or a number that cannot be used.
@@ -36,14 +60,22 @@ def info_tables(folder: Path, *, context: int | None = None, requests: int = 1) 
     config = read_config(folder)
     context = min(4096, config.max_position_embeddings) if context is None else context
     capacity = Capacity(requests=requests, tokens=requests * context, context=context)
-    pools = pool_bytes(config, capacity)
+    pools = pool_bytes(config, capacity, form)
     yield pairs_table(f"Configuration of {escape(str(folder))}", _config_rows(config))
     yield _layer_table(config)
-    yield _part_table(config, file_bytes(folder, config))
-    yield _cache_table(config, context)
-    title = f"Pools of {requests:,} x {context:,} tokens ({config.torch_dtype})"
+    report = file_report(folder, config)
+    yield _part_table(config, {} if report is None else report.bytes_by_part())
+    if report is not None:
+        yield _file_table(report)
+    yield _cache_table(config, context, form)
+    title = f"Pools of {requests:,} x {context:,} tokens ({_shown_form(config, form)})"
     rows = [(name, show_bytes(size)) for name, size in pools.items()]
     yield pairs_table(title, [*rows, ("total", show_bytes(sum(pools.values())))])
+    storage = FORMS["fp4"] if report is None else report.storage
+    if storage is not None:
+        yield _memory_table(config, storage, sum(pools.values()), is_assumed=report is None)
+    if report is not None:
+        yield _verdict_table(report)
 
 
 def pairs_table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
@@ -91,6 +123,7 @@ def _config_rows(config: Config) -> Iterator[tuple[str, str]]:
     fields = attrs.asdict(config, recurse=False)
     # The layer table shows the ratios.
     del fields["compress_ratios"]
+    yield "family", family_of(config)
     for name, field in fields.items():
         yield name, _show_field(field)
 
@@ -130,11 +163,60 @@ def _part_table(config: Config, files: Mapping[str, int]) -> Table:
     return table
 
 
-def _cache_table(config: Config, context: int) -> Table:
+def _file_table(report: FileReport) -> Table:
+    table = _table(f"Weight files: {report.n_files:,}", "part", "type", "tensors", "bytes")
+    for (part, kind), (count, n_bytes) in sorted(report.sizes.items()):
+        table.add_row(part, kind, f"{count:,}", show_bytes(n_bytes))
+    counts, sizes = zip(*report.sizes.values(), strict=True)
+    table.add_section()
+    table.add_row("total", "", f"{sum(counts):,}", show_bytes(sum(sizes)))
+    return table
+
+
+def _memory_table(config: Config, storage: Storage, pools: int, *, is_assumed: bool) -> Table:
+    sizes = weight_bytes(config, storage)
+    need, here = sum(sizes.values()) + pools, free_memory()
+    rows = [
+        ("weights as they are stored" + (" in releases" if is_assumed else ""), show_bytes(need - pools)),
+        ("with these pools", show_bytes(need)),
+        ("free here", "unknown" if here is None else show_bytes(here)),
+        ("fits here", "unknown" if here is None else "yes" if need <= here else "no"),
+    ]
+    for gib in _DEVICES_GIB:
+        degree = smallest_layout(config, sizes, pools, gib << 30)
+        rows.append((f"ranks of {gib} GiB", "none by tensor parallelism alone" if degree is None else str(degree)))
+    return pairs_table("Memory (ranks by arithmetic: activations not counted)", rows)
+
+
+def _verdict_table(report: FileReport) -> Table:
+    """Say whether the folder can be loaded, and name what is wrong."""
+    rows = [("complete", "no" if report.faults else "yes")]
+    for kind, names in report.faults.items():
+        rest = f", and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
+        rows.append((f"{len(names):,} {kind}", escape(", ".join(names[:_LISTED])) + rest))
+    if report.strays:
+        rows.append((f"{len(report.strays):,} ignored", escape(", ".join(report.strays[:_LISTED]))))
+    return pairs_table("Files against the configuration", rows)
+
+
+def free_memory() -> int | None:
+    """Read how much memory of this machine is free, where the system says so."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _shown_form(config: Config, form: CacheForm) -> str:
+    return config.torch_dtype if form == "plain" else f"{config.torch_dtype}, {form}"
+
+
+def _cache_table(config: Config, context: int, form: CacheForm) -> Table:
     table = _table(
-        f"Cache of one sequence ({config.torch_dtype})", "kind", "per token", "fixed", f"at {context:,} tokens"
+        f"Cache of one sequence ({_shown_form(config, form)})", "kind", "per token", "fixed", f"at {context:,} tokens"
     )
-    costs = cache_costs(config)
+    costs = cache_costs(config, form=form)
     total = CacheCost(sum((c.per_token for c in costs.values()), Fraction(0)), sum(c.fixed for c in costs.values()))
     for name, cost in (*costs.items(), ("total", total)):
         shown = (cost.per_token, cost.fixed, cost.per_token * context + cost.fixed)

@@ -55,7 +55,7 @@ class StepCounter(TorchDispatchMode):
     """
 
     def __init__(self, sizes: Mapping[str, int], held: Mapping[str, Callable[..., int]]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._sizes, self._inside = sizes, held
         self._found: dict[tuple[str, int], list[tuple[int, float]]] = {}
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}

@@ -34,7 +34,6 @@ from ..state.capacity import C4_RATIO, C128_RATIO, Capacity, PoolSizes
 from ..state.config import Config
 from ..state.decode import DecodeState
 from ..state.errors import ConfigError
-from ..state.handles import create_handle
 from ..state.kv import KVState, init_kv
 from ..state.numerics import Numerics
 from ..state.parallel import Parallel
@@ -245,7 +244,7 @@ def _prepared(config: Config, parallel: Parallel, requests: int, context: int) -
         requests=(),
         table=init_table(sizes),
         kv=init_kv(config, sizes, torch.bfloat16, device, ways=parallel.dcp),
-        relay=create_handle({"token_ids": torch.zeros(requests + 1, dtype=torch.int64, device=device)}),
+        relay=torch.zeros(requests + 1, dtype=torch.int64, device=device),
         sampling=SamplingState(rows=()),
         launched=None,
     )
@@ -302,11 +301,11 @@ def _experts_inside(config: Config, parallel: Parallel, requests: int) -> tuple[
     """
     dealt = requests * parallel.dp * config.num_experts_per_tok / parallel.ranks
 
-    def flops(x: Any, ids: Any, weights: Any, w13: Any, w2: Any, limit: Any, **_: Any) -> int:
+    def flops(x: Any, ids: Any, weights: Any, w13: Any, w2: Any, *_: Any, **_named: Any) -> int:
         choices = prod(ids) if parallel.moe == "tp" else dealt
         return round(2 * choices * (prod(w13[1:]) + prod(w2[1:])))
 
-    def inside(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float) -> int:
+    def inside(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, *_: Any) -> int:
         choices = ids.numel() if parallel.moe == "tp" else ceil(dealt)
         return choices * (w13.shape[1] * (BF16 + F32) + w2.shape[1] * 2 * BF16)
 

@@ -106,7 +106,7 @@ def check_body(schema: Schema, body: Any, path: str = "") -> None:
     kinds = schema.get("type", ())
     kinds = (kinds,) if isinstance(kinds, str) else kinds
     if kinds and not any(_IS[kind](body) for kind in kinds):
-        _refuse(path, " or ".join(kinds), body)
+        _refuse(path, " or ".join(kinds), body, "invalid_type")
     # To Python 0 and False are equal, to JSON they are not.
     if "enum" in schema and not any(type(one) is type(body) and one == body for one in schema["enum"]):
         _refuse(path, "one of " + ", ".join(map(repr, schema["enum"])), body)
@@ -131,7 +131,7 @@ def _check_fields(schema: Schema, body: Mapping[str, Any], path: str) -> None:
 
 
 def _check_any(choices: Sequence[Schema], body: Any, path: str) -> None:
-    """Check against the choice that is meant: the one whose outermost type fits, and the deepest error there."""
+    """Check against the choice that is meant: the one whose types fit, and the deepest error there."""
     found: list[ApiError] = []
     for choice in choices:
         try:
@@ -140,7 +140,7 @@ def _check_any(choices: Sequence[Schema], body: Any, path: str) -> None:
             found.append(error)
         else:
             return
-    raise max(found, key=lambda error: len(error.field or ""))
+    raise max(found, key=lambda error: (error.code != "invalid_type", len(error.field or "")))
 
 
 def _is_integer(found: Any) -> bool:
@@ -175,10 +175,10 @@ def _is_measurable(keyword: str, found: Any) -> bool:
     return isinstance(found, str) if keyword.endswith("Length") else _IS["number"](found)
 
 
-def _refuse(path: str, expected: str, got: Any) -> NoReturn:
+def _refuse(path: str, expected: str, got: Any, code: str = "invalid_value") -> NoReturn:
     shown = repr(got) if isinstance(got, str | int | float | None) else _kind(got)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    bad_request(f"{path}: expected {expected}, got {shown}", path, "invalid_value")
+    bad_request(f"{path}: expected {expected}, got {shown}", path, code)
 
 
 def _refuse_constant(name: str) -> NoReturn:

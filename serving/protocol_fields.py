@@ -70,6 +70,13 @@ _SHARED: Final[Mapping[str, Schema]] = {
     "user": _TEXT,
 }
 
+
+def _parts(*kinds: str, **fields: Schema) -> Schema:
+    """Describe a list of content parts; one of another kind, an image say, is refused instead of left out."""
+    part = {"type": "object", "required": ["type"], "properties": {"type": {"enum": list(kinds)}, **fields}}
+    return {"type": "array", "items": part}
+
+
 _NO_CONSTRAINT: Final = {
     name: {"not": {}, "description": "Not supported; use response_format of /v1/chat/completions."}
     for name in (
@@ -119,7 +126,7 @@ CHAT: Final[Schema] = {
                 "required": ["role"],
                 "properties": {
                     "role": {"enum": ["system", "developer", "user", "assistant", "tool", "latest_reminder"]},
-                    "content": {"anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": _OBJECT}]},
+                    "content": {"anyOf": [{"type": ["string", "null"]}, _parts("text")]},
                     "reasoning_content": {"type": ["string", "null"]},
                     "reasoning": {"type": ["string", "null"]},
                     "tool_calls": {"type": ["array", "null"], "items": _OBJECT},
@@ -194,12 +201,24 @@ _SAMPLED: Final = {
     )
 }
 
+_NULL_OR_TEXT: Final = {"type": ["string", "null"]}
+_RESPONSE_PARTS: Final = _parts("input_text", "output_text", "text", "refusal", "reasoning_text")
+
 RESPONSES: Final[Schema] = {
     "type": "object",
     "required": ["model", "input"],
     "properties": {
         **_SAMPLED,
-        "input": {"anyOf": [_TEXT, {"type": "array", "minItems": 1, "items": _OBJECT}]},
+        "input": {
+            "anyOf": [
+                _TEXT,
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {"type": "object", "properties": {"content": {"anyOf": [_NULL_OR_TEXT, _RESPONSE_PARTS]}}},
+                },
+            ]
+        },
         "instructions": _TEXT,
         "max_output_tokens": {"type": "integer", "minimum": 1},
         "include": {"type": "array", "items": _TEXT},
@@ -238,12 +257,20 @@ MESSAGES: Final[Schema] = {
                 "required": ["role", "content"],
                 "properties": {
                     "role": {"enum": ["user", "assistant", "system"]},
-                    "content": {"anyOf": [_TEXT, {"type": "array", "items": _OBJECT}]},
+                    "content": {
+                        "anyOf": [
+                            _TEXT,
+                            _parts(
+                                *("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+                                content={"anyOf": [_NULL_OR_TEXT, _parts("text")]},
+                            ),
+                        ]
+                    },
                 },
             },
         },
         "max_tokens": {"type": "integer", "minimum": 1},
-        "system": {"anyOf": [_TEXT, {"type": "array", "items": _OBJECT}]},
+        "system": {"anyOf": [_TEXT, _parts("text")]},
         "output_config": {"type": "object", "properties": {"effort": _TEXT, "format": _JSON_SCHEMA}},
         "output_format": _JSON_SCHEMA,
         "stop_sequences": {

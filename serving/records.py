@@ -11,13 +11,13 @@ import attrs
 from rich.markup import escape
 from rich.table import Table
 
+from ..model.loading import build_model
 from ..model.model import Model
 from ..model.stages import full_names, split_name
-from ..ops.dispatch import kernel_table
 from ..state.batch import StepOutput
 from ..state.capacity import Capacity
 from ..state.captured import Captured
-from ..state.errors import CheckpointError, ConfigError, RequestError
+from ..state.errors import CheckpointError, RequestError
 from ..state.sampling import SamplingParams
 from ..step.compare import Comparison, Difference
 from ..step.decode import decode_step
@@ -81,16 +81,11 @@ def row_independent(model: Model, kernels: str | None) -> Model:
     Raises:
         ConfigError: kernels, or caches dealt to ranks, that do not keep this promise.
     """
-    if model.ranks.parallel.dcp > 1:
-        raise ConfigError(
-            "invariant: expected caches that are whole on every rank, got dcp="
-            f"{model.ranks.parallel.dcp}, whose sums depend on where entries lie; use --dcp 1",
-            field="dcp",
-            expected=1,
-            got=model.ranks.parallel.dcp,
-        )
-    table = kernel_table(kernels, model.device.type, invariant=True)
-    return attrs.evolve(model, numerics=attrs.evolve(model.numerics, invariant=True), ops=table)
+    numerics = attrs.evolve(model.numerics, invariant=True)
+    alone = build_model(
+        model.config, model.params, dtype=model.dtype, numerics=numerics, kernels=kernels, ranks=model.ranks
+    )
+    return attrs.evolve(alone, tokenizer=model.tokenizer)
 
 
 def read_run(folder: str) -> tuple[Captured, ...]:

@@ -291,8 +291,7 @@ def _keep_points(state: SchedulerState, view: View) -> tuple[SchedulerState, Vie
     """
     for job in state.running:
         n = view.progress(job.key).n_cached
-        last = _last_point(state, job)
-        if n % state.limits.unit == 0 and (n >= last or n in _partings(state, job)):
+        if n % state.limits.unit == 0 and (n >= _last_point(state, job) or n in _partings(state, job)):
             state, view = _keep(state, view, job, n)
     return state, view
 
@@ -362,7 +361,7 @@ def _make_room(state: SchedulerState, view: View) -> tuple[SchedulerState, View,
     """Choose the rows that decode; points and then requests give way until their step fits."""
     failed: list[int] = []
     while True:
-        decodes = tuple((job.key, UNIT) for job in state.running if _is_decoding(view, job))
+        decodes = tuple((job.key, UNIT) for job in state.running if _is_decoding(view.progress(job.key)))
         if view.fits(decodes):
             return state, view, decodes, tuple(failed)
         if state.points:
@@ -377,8 +376,7 @@ def _make_room(state: SchedulerState, view: View) -> tuple[SchedulerState, View,
             state, view = _wait(state, victim), view.retract(victim.key)
 
 
-def _is_decoding(view: View, job: Job) -> bool:
-    progress = view.progress(job.key)
+def _is_decoding(progress: Progress) -> bool:
     return progress.n_tokens - progress.n_cached == 1 and progress.n_outputs > 0
 
 

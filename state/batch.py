@@ -110,6 +110,10 @@ class ScheduleBatch:
 class CompressorMetadata:
     """Where one compressor reads and writes in this step; index tensors on the model's device.
 
+    Online pooling of C128 has one state row for the open group of a request, so three fields mean something else there:
+    ``history`` is the state that each group goes on from, those that close in this step first; ``members`` are its
+    tokens in order, filled up with T, which stands for no token; ``keep`` are the groups that stay open.
+
     Attributes:
         phase: i64[T]. Position modulo the ratio.
         out_loc: i64[C]. Slot of every entry that closes in this step.

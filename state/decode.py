@@ -5,12 +5,12 @@ from __future__ import annotations
 import attrs
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from .batch import ScheduleBatch
 from .capacity import Capacity
 from .config import Config
 from .errors import RequestError
-from .handles import Handle
 from .kv import KVState
 from .numerics import Numerics
 from .sampling import SamplingState
@@ -124,7 +124,7 @@ class DecodeState:
         requests: open requests in order of opening.
         table: request table and allocators.
         kv: cache contents.
-        relay: handle of ``token_ids`` i64[B+1]: the token sampled last, by table row.
+        relay: i64[B+1]. The token sampled last, by table row.
         sampling: parameters and counters of every open request.
         launched: the step that is prepared and not yet committed, or None.
     """
@@ -138,7 +138,7 @@ class DecodeState:
     requests: tuple[Request, ...]
     table: RequestTable
     kv: KVState
-    relay: Handle
+    relay: Tensor
     sampling: SamplingState
     launched: ScheduleBatch | None
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from .capacity import C128_RATIO
 from .invariants_compressed import is_empty_state, layer_rows
-from .kv import C128_RING
 from .ledger import Holding, Ints, Ledger, digest_rows, same_record
 from .violations import Found, listed
 
@@ -53,8 +52,8 @@ def bank_cleared(before: Ledger, after: Ledger) -> Found:
         if after.sidecar[row].any():
             yield holding.name, f"expected sidecar row {row} to be zero, got {listed(after.sidecar[row])}"
         if kv.layout.n_layers("c128_state"):
-            bank = layer_rows(kv, "c128_state", row * C128_RING + np.arange(C128_RING))
-            if not is_empty_state(bank):
+            bank = layer_rows(kv, "c128_state", kv.layout.c128_bank(np.array([row])))
+            if not is_empty_state(bank, kv.layout.first_score("c128_state", bank.shape[1])):
                 yield holding.name, f"expected an empty C128 state in row {row}"
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .capacity import C128_PAGE
-from .kv import C4_RING, C128_RING
+from .kv import C4_RING
 from .ledger import Ints, Ledger, live_rows
 from .violations import Found, listed
 
@@ -38,7 +38,7 @@ def read_rows_taken(ledger: Ledger) -> Found:
         "c128": (C128_PAGE, "free_c128_pages"),
         "c4_state": (C4_RING, "free_swa_pages"),
         "index_state": (C4_RING, "free_swa_pages"),
-        "c128_state": (C128_RING, "free_rows"),
+        "c128_state": (ledger.state.kv.layout.c128_ring, "free_rows"),
     }
     for holding in ledger.holdings:
         for buffer, rows in live_rows(ledger, holding).items():

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .batch import ChunkMetadata, CompressorMetadata, ForwardBatch, ScheduleBatch
 from .capacity import C4_RATIO, C128_PAGE, C128_RATIO
-from .kv import C128_RING
 from .ledger import Holding, Ints, Ledger, c4_state_rows
 from .violations import Found, listed
 
@@ -211,7 +210,7 @@ def rotary_positions_first(prepared: Ledger, batch: ScheduleBatch, view: Forward
 
 def state_rows_kept(prepared: Ledger, batch: ScheduleBatch, view: ForwardBatch) -> Found:
     """C14: distinct pooling-state rows are written, one for each position that a later group may still need."""
-    for ratio, plan in view.metadata.compressors.items():
+    for ratio, plan in _by_member(prepared, view):
         name = f"state of ratio {ratio}"
         written = dict(zip(_host(plan.keep).tolist(), _host(plan.state_loc).tolist(), strict=True))
         if len(set(written.values())) != len(plan.state_loc):
@@ -234,13 +233,14 @@ def _first_needed(length: int, ratio: int) -> int:
 
 def _state_row(prepared: Ledger, holding: Holding, position: int, ratio: int) -> int:
     if ratio == C128_RATIO:
-        return holding.request.row * C128_RING + position % C128_RING
+        bank = prepared.state.kv.layout.c128_bank(np.array([holding.request.row]))
+        return int(bank[position % len(bank)])
     return int(c4_state_rows(holding.windows[position : position + 1], prepared.sizes.page_size)[0])
 
 
 def group_members_found(prepared: Ledger, batch: ScheduleBatch, view: ForwardBatch) -> Found:
     """C15: a group's members are its positions in order; the dummy row stands exactly for positions below 0."""
-    for ratio, plan in view.metadata.compressors.items():
+    for ratio, plan in _by_member(prepared, view):
         buffer = "c4_state" if ratio == C4_RATIO else "c128_state"
         dummy = prepared.state.kv.layout.dummy(buffer)
         expected = _members(prepared, batch, ratio, dummy)
@@ -248,6 +248,37 @@ def group_members_found(prepared: Ledger, batch: ScheduleBatch, view: ForwardBat
         if found != expected:
             wrong = next((i for i, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]), 0)
             yield f"members of ratio {ratio}", f"expected group {wrong} from {expected[wrong : wrong + 1]}, got another"
+
+
+def _by_member(prepared: Ledger, view: ForwardBatch) -> Iterator[tuple[int, CompressorMetadata]]:
+    """Give the compressors that keep a state row for every member of an open group, by ratio."""
+    is_online = prepared.state.kv.layout.is_online
+    return ((r, plan) for r, plan in view.metadata.compressors.items() if r == C4_RATIO or not is_online)
+
+
+def groups_folded(prepared: Ledger, batch: ScheduleBatch, view: ForwardBatch) -> Found:
+    """N16: an online group takes its tokens of the step in order, goes on from its own state, and is kept if open."""
+    plan = view.metadata.compressors.get(C128_RATIO)
+    if plan is None or not prepared.state.kv.layout.is_online:
+        return
+    dummy = prepared.state.kv.layout.dummy("c128_state")
+    closing: list[tuple[int, list[int], int]] = []
+    still_open: list[tuple[int, list[int], int]] = []
+    for holding, start, prefix, seq in _rows(prepared, batch):
+        for group in range(prefix // C128_RATIO, -(-seq // C128_RATIO)):
+            first, end = max(prefix, group * C128_RATIO), min(seq, (group + 1) * C128_RATIO)
+            source = holding.request.row if first % C128_RATIO else dummy
+            tokens = list(range(start + first - prefix, start + end - prefix))
+            (closing if end % C128_RATIO == 0 else still_open).append((source, tokens, holding.request.row))
+    expected = [*closing, *still_open]
+    history, members = _host(plan.history).tolist(), _host(plan.members).tolist()
+    n_tokens = len(_host(plan.phase))
+    found = [(source, [at for at in row if at < n_tokens]) for source, row in zip(history, members, strict=True)]
+    if found != [(source, tokens) for source, tokens, _ in expected]:
+        yield "groups of ratio 128", "expected each group's tokens of the step in order, from its own state"
+    kept = dict(zip(_host(plan.keep).tolist(), _host(plan.state_loc).tolist(), strict=True))
+    if kept != {len(closing) + i: row for i, (_, _, row) in enumerate(still_open)}:
+        yield "state of ratio 128", f"expected the open groups' states to be kept, got {kept}"
 
 
 def _members(prepared: Ledger, batch: ScheduleBatch, ratio: int, dummy: int) -> list[list[tuple[str, int]]]:
@@ -295,5 +326,6 @@ VIEW: Final[Mapping[str, Callable[[Ledger, ScheduleBatch, ForwardBatch], Found]]
     "C06": c128_entries_read,
     "C14": state_rows_kept,
     "C15": group_members_found,
+    "N16": groups_folded,
 }
 """Predicates over (prepared, batch, view), by id."""

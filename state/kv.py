@@ -10,14 +10,31 @@ index_scale f16[L*S,1]           scale of every index key; in the Ascend form on
 c128        float[L*S,D]         compressed entries of ratio-128 layers, by C128 slot
 c4_state    f32[L*S,4*D]         pooling state: ring of 8 rows per window page, values then scores (halves a, b each)
 index_state f32[L*S,4*J]         the same for the index keys
-c128_state  f32[L*S,2*D]         pooling state: ring of 128 rows per request row
+c128_state  f32[L*S,2*D]         pooling state: ring of 128 rows per request row; online f32[L*S,3*D], one row
 =========== ==================== ==================================================================================
 
 Rows are layer-major; row (layer, slot) is ``layer * slots + slot``, the layer counted within its kind. The last slot of
 a state buffer is the dummy: value 0, score -inf.
 
+A *form* says how entries, index keys and the C128 pooling state are stored; what they are, the model's numerics say. So
+every form of one model holds the same numbers, and quantised rows only take what is rounded to them already:
+
+==================== ==================== ==================== ============ ========================================
+form                 entry                index key            C128 state   fits numerics with
+==================== ==================== ==================== ============ ========================================
+plain, online        dtype: 1024 bytes    dtype: 256 bytes     ring, online any (online: no rounding of pooling)
+fp8, fp8-online      FP8: 584 bytes       FP8: 132 bytes       ring, online ``kv_qdq``, ``indexer_qdq="fp8"``
+fp4, fp4-online      FP8: 584 bytes       FP4: 68 bytes        ring, online ``kv_qdq``, ``indexer_qdq=True`` (official)
+ascend               dtype: 1024 bytes    int8: 130 bytes      ring         ``ascend()``, on Ascend kernels
+==================== ==================== ==================== ============ ========================================
+
+An FP8 entry is one row of bytes: e4m3 codes of the channels that do not rotate, the rotary ones in the dtype, a
+power-of-two scale for every 64 codes, zeros up to a multiple of 8. An FP8 key is its codes and an f32 scale, an FP4 key
+two codes a byte (the even channel low) and a power-of-two scale for every 32. Bytes are those of the released models in
+bfloat16. The online state is (weighted sum, sum of weights, largest score) of the group that is open.
+
 Source: SGLang 0.5.23 ``mem_cache/deepseek_v4_memory_pool.py``, ``deepseek_v4_compress_state.py`` (what exists);
-decode-path sheet 4.1, 4.5.
+decode-path sheet 4.1, 4.5; model sheet 2.8 (online pooling), 6.4 (sizes of rows).
 """
 
 from __future__ import annotations
@@ -36,7 +53,19 @@ from .errors import ConfigError
 from .handles import Handle, create_handle
 from .values import value
 
-__all__ = ["BLOCK_ROWS", "C4_RING", "C128_RING", "CacheForm", "KVLayout", "KVState", "init_kv"]
+__all__ = [
+    "BLOCK_ROWS",
+    "C4_RING",
+    "C128_RING",
+    "CACHE_FORMS",
+    "FP4_GROUP",
+    "FP8_GROUP",
+    "CacheForm",
+    "KVLayout",
+    "KVState",
+    "init_kv",
+    "row_specs",
+]
 
 C4_RING: Final = 8
 """State rows per window page: the group being filled and the one before it."""
@@ -44,8 +73,19 @@ C4_RING: Final = 8
 C128_RING: Final = 128
 """State rows per request: the group being filled."""
 
-CacheForm = Literal["plain", "ascend"]
-"""Who reads the caches: this package's own functions, or Ascend kernels, with int8 index keys and tables of pages."""
+CacheForm = Literal["plain", "online", "fp8", "fp8-online", "fp4", "fp4-online", "ascend"]
+"""How caches are stored; those of Ascend kernels are read by tables of pages."""
+
+CACHE_FORMS: Final[tuple[CacheForm, ...]] = ("plain", "online", "fp8", "fp8-online", "fp4", "fp4-online", "ascend")
+
+FP8_GROUP: Final = 64
+"""Channels that share a scale in rounded window and attention entries."""
+
+FP4_GROUP: Final = 32
+"""Channels that share a scale in rounded index queries and keys."""
+
+_ALIGNMENT: Final = 8
+"""Rows of bytes are padded to a multiple of this."""
 
 BLOCK_ROWS: Final = 16
 """Ascend kernels take cache blocks of a multiple of this many rows."""
@@ -67,7 +107,8 @@ class KVLayout:
         sizes: numbers of pages and rows.
         kinds: compress ratio of every layer.
         places: index of every layer within its kind (in the ratio-4 or ratio-128 buffers).
-        form: who reads them.
+        form: how they are stored.
+        dtype: of entries that are not quantised.
         ways: ranks that every page of entries is dealt to, a block each; pooling state is whole on all of them.
         share: which of them this is.
     """
@@ -76,11 +117,44 @@ class KVLayout:
     kinds: tuple[int, ...]
     places: tuple[int, ...]
     form: CacheForm = "plain"
+    dtype: torch.dtype = torch.float32
     ways: int = 1
     share: int = 0
 
+    @property
+    def has_fp8_rows(self) -> bool:
+        """Whether entries are FP8 rows."""
+        return self.form.startswith(("fp8", "fp4"))
+
+    @property
+    def is_online(self) -> bool:
+        """Whether the C128 pooling state is that of an online softmax."""
+        return self.form.endswith("online")
+
+    @property
+    def c128_ring(self) -> int:
+        """Rows of C128 pooling state per request row."""
+        return 1 if self.is_online else C128_RING
+
+    def c128_bank(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """List the slots of C128 pooling state that belong to request rows."""
+        return (rows[:, None] * self.c128_ring + np.arange(self.c128_ring)).reshape(-1)
+
+    def open_c128(self, row: int, length: int) -> NDArray[np.int64]:
+        """List the slots in which a request of some length keeps the group of 128 that is open."""
+        n_open = length % C128_RATIO
+        return row * self.c128_ring + np.arange(min(n_open, self.c128_ring))
+
     @classmethod
-    def of(cls, config: Config, sizes: PoolSizes, form: CacheForm = "plain", ways: int = 1, share: int = 0) -> KVLayout:
+    def of(
+        cls,
+        config: Config,
+        sizes: PoolSizes,
+        form: CacheForm = "plain",
+        dtype: torch.dtype = torch.float32,
+        ways: int = 1,
+        share: int = 0,
+    ) -> KVLayout:
         """Lay out the caches of a model.
 
         Raises:
@@ -109,13 +183,13 @@ class KVLayout:
             places.append(seen[ratio])
             seen[ratio] += 1
         kinds = tuple(config.compress_ratios)
-        return cls(sizes=sizes, kinds=kinds, places=tuple(places), form=form, ways=ways, share=share)
+        return cls(sizes=sizes, kinds=kinds, places=tuple(places), form=form, dtype=dtype, ways=ways, share=share)
 
     def n_layers(self, name: str) -> int:
         """Layers that a buffer holds."""
         if name == "swa":
             return len(self.kinds)
-        if name == "index_scale" and self.form == "plain":
+        if name == "index_scale" and self.form != "ascend":
             return 0
         return self.kinds.count(C128_RATIO if name.startswith("c128") else C4_RATIO)
 
@@ -132,7 +206,7 @@ class KVLayout:
             case "c4_state" | "index_state":
                 return _state_rows(sizes.swa_pages * C4_RING, C4_RING, C4_RATIO)
         assert name == "c128_state", f"no buffer is called {name!r}"
-        return _state_rows(sizes.requests * C128_RING, C128_RING, C128_RATIO)
+        return _state_rows(sizes.requests * self.c128_ring, self.c128_ring, self.c128_ring)
 
     def block(self, name: str) -> int:
         """Slots of a page of entries on this rank."""
@@ -162,6 +236,10 @@ class KVLayout:
         """Slot of the dummy row of a state buffer."""
         return self.n_slots(name) - 1
 
+    def first_score(self, name: str, width: int) -> int:
+        """Return the channel of a state row of some width from which on an empty row holds -inf, and not 0."""
+        return width * 2 // 3 if name == "c128_state" and self.is_online else width // 2
+
     def place(self, name: str, layer: int) -> int:
         """Index of ``layer`` within a buffer."""
         return layer if name == "swa" else self.places[layer]
@@ -190,13 +268,47 @@ class KVState:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the entries."""
-        return self.handle.spec("swa")[1]
+        """Dtype of the entries, as they are read."""
+        return self.layout.dtype
 
     @property
     def device(self) -> torch.device:
         """Where the caches lie."""
         return self.handle.spec("swa")[2]
+
+
+def row_specs(
+    config: Config, form: CacheForm, dtype: torch.dtype, key_dtype: torch.dtype | None = None
+) -> dict[str, tuple[int, torch.dtype]]:
+    """Say what one row of every buffer is.
+
+    Args:
+        config: the model's numbers.
+        form: how caches are stored.
+        dtype: of entries that are not quantised.
+        key_dtype: of index keys that are not quantised; default ``dtype``.
+    Returns:
+        Width and dtype by buffer.
+    """
+    width, keys, tail = config.head_dim, config.index_head_dim, config.qk_rope_head_dim
+    entry, key = (width, dtype), (keys, key_dtype or dtype)
+    if form.startswith(("fp8", "fp4")):
+        n_bytes = width - tail + tail * dtype.itemsize + -(-(width - tail) // FP8_GROUP)
+        entry = (-(-n_bytes // _ALIGNMENT) * _ALIGNMENT, torch.uint8)
+        fp8, fp4 = keys + torch.float32.itemsize, -(-keys // 2) + -(-keys // FP4_GROUP)
+        key = (fp8 if form.startswith("fp8") else fp4, torch.uint8)
+    specs = {
+        "swa": entry,
+        "c4": entry,
+        "index": key,
+        "c128": entry,
+        "c4_state": (4 * width, torch.float32),
+        "index_state": (4 * keys, torch.float32),
+        "c128_state": ((3 if form.endswith("online") else 2) * width, torch.float32),
+    }
+    if form == "ascend":
+        specs |= {"index": (keys, torch.int8), "index_scale": (1, torch.float16)}
+    return specs
 
 
 def init_kv(
@@ -205,6 +317,7 @@ def init_kv(
     dtype: torch.dtype,
     device: torch.device,
     form: CacheForm = "plain",
+    key_dtype: torch.dtype | None = None,
     ways: int = 1,
     share: int = 0,
 ) -> KVState:
@@ -215,33 +328,21 @@ def init_kv(
         sizes: numbers of pages and rows.
         dtype: of entries; pooling state is f32.
         device: where they lie.
-        form: who reads them.
+        form: how they are stored.
+        key_dtype: of index keys, where they are not quantised; default ``dtype``.
         ways: ranks that entries are dealt to.
         share: which of them this is.
     Returns:
         Zeroed pools and states of (value 0, score -inf).
     """
-    layout = KVLayout.of(config, sizes, form, ways, share)
-    widths = {
-        "swa": config.head_dim,
-        "c4": config.head_dim,
-        "index": config.index_head_dim,
-        "c128": config.head_dim,
-        "c4_state": 4 * config.head_dim,
-        "index_state": 4 * config.index_head_dim,
-        "c128_state": 2 * config.head_dim,
-    }
-    dtypes = {"c4_state": torch.float32, "index_state": torch.float32, "c128_state": torch.float32}
-    if form == "ascend":
-        widths["index_scale"] = 1
-        dtypes |= {"index": torch.int8, "index_scale": torch.float16}
+    layout = KVLayout.of(config, sizes, form, dtype, ways, share)
     buffers = {}
-    for name, width in widths.items():
+    for name, (width, kind) in row_specs(config, form, dtype, key_dtype).items():
         n_rows = layout.n_layers(name) * layout.n_slots(name)
         if not n_rows:
             continue
-        buffer = torch.zeros((n_rows, width), dtype=dtypes.get(name, dtype), device=device)
+        buffer = torch.zeros((n_rows, width), dtype=kind, device=device)
         if name.endswith("_state"):
-            buffer[:, width // 2 :] = -torch.inf
+            buffer[:, layout.first_score(name, width) :] = -torch.inf
         buffers[name] = buffer
     return KVState(layout=layout, handle=create_handle(buffers))

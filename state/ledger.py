@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .capacity import C4_RATIO, C128_PAGE, C128_RATIO, PoolSizes
 from .decode import DecodeState, Request
-from .kv import C4_RING, C128_RING
+from .kv import C4_RING
 from .pages import c128_pages
 from .table import read_table
 
@@ -139,7 +139,6 @@ def read_ledger(state: DecodeState) -> Ledger:
         copies = {name: array.astype(np.int64) for name, array in view.items()}
     req_to_token = copies["req_to_token"].reshape(sizes.requests + 1, sizes.context)
     sidecar = copies["sidecar"].reshape(sizes.requests + 1, sizes.sidecar_width)
-    pool_rows = torch.arange(sizes.requests + 1, device=state.relay.spec("token_ids")[2])
     return Ledger(
         state=state,
         holdings=tuple(_hold(r, req_to_token, copies["full_to_swa"], sidecar, sizes) for r in state.requests),
@@ -149,7 +148,7 @@ def read_ledger(state: DecodeState) -> Ledger:
         page_refs=copies["page_refs"],
         swa_refs=copies["swa_refs"],
         c128_refs=copies["c128_refs"],
-        relay=state.relay.rows("token_ids", pool_rows).cpu().numpy(),
+        relay=state.relay.cpu().numpy(),
         free_rows=np.array(tuple(table.free_rows), np.int64),
         free_pages=np.array(tuple(table.free_pages), np.int64),
         free_swa_pages=np.array(tuple(table.free_swa_pages), np.int64),
@@ -203,7 +202,7 @@ def live_rows(ledger: Ledger, holding: Holding) -> Mapping[str, Ints]:
         "c128": holding.sidecar[groups // C128_PAGE] * C128_PAGE + groups % C128_PAGE,
         "c4_state": ring,
         "index_state": ring,
-        "c128_state": row * C128_RING + np.arange(n % C128_RATIO),
+        "c128_state": ledger.state.kv.layout.open_c128(row, n),
     }
 
 

@@ -101,7 +101,9 @@ def allocate(table: RequestTable, growths: Sequence[Growth]) -> tuple[RequestTab
         CapacityError: any pool is short; nothing was changed.
     """
     sizes = table.sizes
-    rows, prefix, total, _, _ = np.array(growths, np.int64).reshape(-1, len(Growth._fields)).T
+    rows = np.array([growth.row for growth in growths], np.int64)
+    prefix = np.array([growth.prefix_len for growth in growths], np.int64)
+    total = np.array([growth.seq_len for growth in growths], np.int64)
     closes = bool((total // C128_RATIO > prefix // C128_RATIO).any())  # seldom in a decode
     with read_table(table) as view:
         free_swa, edits = _evict(view, table, growths)
@@ -110,7 +112,8 @@ def allocate(table: RequestTable, growths: Sequence[Growth]) -> tuple[RequestTab
         held = _held_c128(view, table, growths) if closes else []
     free_full, out_full, new_full = extend_slots(table.free_pages, prefix, total, last, sizes.page_size)
     free_swa, out_swa, new_swa = extend_slots(free_swa, prefix, total, last_swa, sizes.page_size)
-    free_c128, out_c128, new_c128 = table.free_c128_pages, np.empty(0, np.int64), ()
+    free_c128, out_c128 = table.free_c128_pages, np.empty(0, np.int64)
+    new_c128: tuple[tuple[int, ...], ...] = ()
     if closes:
         free_c128, out_c128, new_c128 = c128_slots(free_c128, prefix, total, held)
 

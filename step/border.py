@@ -26,7 +26,7 @@ def owned_step(model: Model, state: DecodeState) -> Iterator[None]:
     with told_to_ranks(model):
         _check_fit(model, state)
     with ExitStack() as stack:
-        for handle in (state.table.handle, state.kv.handle, state.relay):
+        for handle in (state.table.handle, state.kv.handle):
             stack.enter_context(handle.exclusive())
         yield
 
@@ -55,11 +55,4 @@ def _check_fit(model: Model, state: DecodeState) -> None:
             expected=model.dtype,
             got=held,
         )
-    if state.kv.layout.form != model.cache_form:
-        raise ConfigError(
-            f"state: expected caches of the {model.cache_form} form, got {state.kv.layout.form}; build it with "
-            "init_state(model, capacity)",
-            field="kernels",
-            expected=model.cache_form,
-            got=state.kv.layout.form,
-        )
+    model.require_form(state.kv.layout.form)

@@ -9,6 +9,7 @@ Source: none; the contents are those of ``state/``.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
 from os import PathLike
 from typing import Any, Final
 
@@ -23,9 +24,9 @@ from ..model.model import Model
 from ..state.capacity import C128_PAGE, Capacity, PoolSizes
 from ..state.decode import DecodeState
 from ..state.errors import CapacityError, CheckpointError
-from ..state.handles import Handle, create_handle
+from ..state.handles import Handle
 from ..state.invariants import check
-from ..state.kv import C4_RING, C128_RING, init_kv
+from ..state.kv import C4_RING, CacheForm, init_kv
 from ..state.pages import FreeList, c128_pages
 from ..state.sampling import SamplingState
 from ..state.table import init_table, read_table
@@ -42,6 +43,7 @@ from .records import (
     require_whole,
     sampling_record,
 )
+from .relay import put_token
 from .release import layer_rows
 from .requests import check_seed
 
@@ -90,6 +92,7 @@ def restore_state(model: Model, path: str | PathLike[str]) -> DecodeState:
 
     Args:
         model: what will step it: the model of the saved state, with the same dtype and numerics; kernels may differ.
+            The caches keep the form that they were saved in.
         path: the folder.
     Returns:
         A state of its own memory, equal to the saved one.
@@ -101,7 +104,8 @@ def restore_state(model: Model, path: str | PathLike[str]) -> DecodeState:
     require_whole(model.ranks.parallel.dcp)
     with open_folder(path, KIND) as stored:
         empty = _empty(model, stored.records, torch.device("meta"))
-        require_model(model_record(empty), stored.records["model"], stored.file)
+        form = empty.kv.layout.form if empty.kv.layout.form in model.cache_forms else model.cache_form
+        require_model(model_record(empty) | {"caches": form}, stored.records["model"], stored.file)
         for group, handle in _handles(empty).items():
             for name in handle.names:
                 shape, dtype, _ = handle.spec(name)
@@ -122,7 +126,7 @@ def restore_state(model: Model, path: str | PathLike[str]) -> DecodeState:
 
 
 def _handles(state: DecodeState) -> dict[str, Handle]:
-    return {"table": state.table.handle, "kv": state.kv.handle, "relay": state.relay}
+    return {"table": state.table.handle, "kv": state.kv.handle}
 
 
 def _owned_rows(state: DecodeState) -> dict[str, dict[str, Tensor]]:
@@ -147,13 +151,12 @@ def _owned_rows(state: DecodeState) -> dict[str, dict[str, Tensor]]:
         "c128": _span(refs["c128_refs"], C128_PAGE),
         "c4_state": _span(swa, C4_RING),
         "index_state": _span(swa, C4_RING),
-        "c128_state": _span(rows, C128_RING),
+        "c128_state": kv.layout.c128_bank(rows),
     }
     empty = np.empty(0, np.int64)
     return {
         "table": {name: torch.from_numpy(np.concatenate([empty, *parts])) for name, parts in named.items()},
         "kv": {name: layer_rows(kv, name, slots[name]).cpu() for name in kv.handle.names},
-        "relay": {"token_ids": torch.from_numpy(rows)},
     }
 
 
@@ -166,6 +169,7 @@ def _empty(model: Model, records: Mapping[str, Any], device: torch.device | None
     capacity = Capacity(**records["capacity"])
     check_seed(records["seed"])
     sizes = PoolSizes.of(capacity, records["page_size"])
+    form: CacheForm = records["model"].get("caches", "plain")
     on = model.device if device is None else device
     return DecodeState(
         config=model.config,
@@ -176,8 +180,8 @@ def _empty(model: Model, records: Mapping[str, Any], device: torch.device | None
         next_id=records["next_id"],
         requests=(),
         table=init_table(sizes, device),
-        kv=init_kv(model.config, sizes, model.dtype, on, model.cache_form),
-        relay=create_handle({"token_ids": torch.zeros(sizes.requests + 1, dtype=torch.int64, device=on)}),
+        kv=init_kv(model.config, sizes, model.dtype, on, form, model.key_dtype),
+        relay=torch.zeros(sizes.requests + 1, dtype=torch.int64, device=on),
         sampling=SamplingState(),
         launched=None,
     )
@@ -218,6 +222,6 @@ def _filled(empty: DecodeState, stored: Stored) -> DecodeState:
         requests=tuple(requests),
         table=attrs.evolve(empty.table, handle=handles["table"], **free),
         kv=attrs.evolve(empty.kv, handle=handles["kv"]),
-        relay=handles["relay"],
+        relay=reduce(put_token, requests, empty.relay),
         sampling=SamplingState(rows=tuple(sampling)),
     )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..state.capacity import C4_RATIO, C128_PAGE, C128_RATIO, PoolSizes
 from ..state.decode import DecodeState, Request, find_request
 from ..state.errors import RequestError
-from ..state.kv import C4_RING, C128_RING
+from ..state.kv import C4_RING
 from ..state.sampling import SamplingParams, SamplingState, fork_row, row_of
 from ..state.table import Edit, RequestTable, write_table
 from ..state.tokens import TokenLog
@@ -71,6 +71,8 @@ def fork_request(
     sampled = _forked_sampling(state, cut, fork_id, sampling, is_whole=cut is parent)
     free_rows, (row,) = state.table.free_rows.take(1)
     table, copies = _forked_table(attrs.evolve(state.table, free_rows=free_rows), parent, row, point)
+    layout = state.kv.layout
+    copies.append(("c128_state", layout.open_c128(parent.row, point), layout.open_c128(row, point)))
     fork = attrs.evolve(cut, request_id=fork_id, row=row)
     state = attrs.evolve(
         state,
@@ -134,8 +136,6 @@ def _forked_table(table: RequestTable, parent: Request, row: int, n: int) -> tup
     for page in own_c128:
         entries = np.arange(n_rest_c128)
         copies.append(("c128", held.c128[-1] * C128_PAGE + entries, page * C128_PAGE + entries))
-    ring = np.arange(n % C128_RATIO)
-    copies.append(("c128_state", parent.row * C128_RING + ring, row * C128_RING + ring))
     for name, both, own in (
         ("page_refs", shared, own_full),
         ("swa_refs", shared_swa, own_swa),

@@ -64,7 +64,7 @@ def forward_batch(
             )
     pool_rows = torch.from_numpy(batch.req_pool_indices).to(device)
     if batch.input_ids is None:
-        input_ids = state.relay.rows("token_ids", pool_rows)
+        input_ids = state.relay.index_select(0, pool_rows)
     else:
         input_ids = torch.from_numpy(batch.input_ids).to(device)
     layout = layout or PlainLayout(page_size=state.table.sizes.page_size)

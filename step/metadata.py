@@ -126,7 +126,8 @@ def compressor_metadata(
     if C4_RATIO in reader.layout.kinds:
         found[C4_RATIO] = _c4(reader, batch, rows, positions)
     if C128_RATIO in reader.layout.kinds:
-        found[C128_RATIO] = _c128(reader, batch, rows, positions)
+        build = _c128_online if reader.layout.is_online else _c128
+        found[C128_RATIO] = build(reader, batch, rows, positions)
     return found
 
 
@@ -174,6 +175,27 @@ def _c128(reader: Reader, batch: ScheduleBatch, rows: Ints, positions: Ints) -> 
         slots=slots,
         keep=keep,
         state_loc=slots(rows[keep], positions[keep]),
+    )
+
+
+def _c128_online(reader: Reader, batch: ScheduleBatch, rows: Ints, positions: Ints) -> CompressorMetadata:
+    """Say which tokens of the step every group takes, those that close first, and which groups stay open."""
+    group, phase = positions // C128_RATIO, positions % C128_RATIO
+    firsts = np.flatnonzero(np.diff(rows, prepend=-1).astype(bool) | np.diff(group, prepend=-1).astype(bool))
+    lens = np.diff(firsts, append=len(rows))
+    is_closing = phase[firsts + lens - 1] == C128_RATIO - 1
+    order = np.argsort(~is_closing, kind="stable")
+    firsts, lens, n_closing = firsts[order], lens[order], int(is_closing.sum())
+    slots = batch.req_pool_indices[rows[firsts]]
+    column = np.arange(int(lens.max()))
+    return CompressorMetadata(
+        phase=reader.tensor(phase),
+        out_loc=reader.tensor(batch.out_cache_loc_dsv4.out_c128_loc),
+        first_pos=reader.tensor(group[firsts[:n_closing]] * C128_RATIO),
+        history=reader.tensor(np.where(phase[firsts] > 0, slots, reader.layout.dummy("c128_state"))),
+        members=reader.tensor(np.where(column < lens[:, None], firsts[:, None] + column, len(rows))),
+        keep=reader.tensor(np.arange(n_closing, len(firsts))),
+        state_loc=reader.tensor(slots[n_closing:]),
     )
 
 

@@ -134,7 +134,7 @@ def prepare_extend(
 def _prepare(
     state: DecodeState,
     mode: ForwardMode,
-    requests: list[Request],
+    requests: Sequence[Request],
     limits: Mapping[int, int],
     *,
     is_known: bool = True,

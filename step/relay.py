@@ -1,6 +1,7 @@
 """The relay: the token sampled last, by row of the request table.
 
-The next step reads its input from here, under whatever row order it then has; a batch row is never an identity.
+The next step reads its input from here, under whatever row order it then has; a batch row is never an identity. It is
+one number a row, so every version is a tensor of its own.
 
 Source: SGLang 0.5.23 ``managers/overlap_utils.py``; decode-path sheet 8.5.
 """
@@ -14,7 +15,6 @@ from torch import Tensor
 from ..state.batch import ScheduleBatch
 from ..state.decode import DecodeState, Request
 from ..state.errors import ShapeError
-from ..state.handles import Handle
 
 __all__ = ["put_token", "relay"]
 
@@ -40,23 +40,20 @@ def relay(state: DecodeState, batch: ScheduleBatch, ids: Tensor) -> DecodeState:
             got=tuple(ids.shape),
         )
     rows = torch.from_numpy(batch.req_pool_indices[batch.sample_rows]).to(ids.device)
-    with state.relay.write({"token_ids": rows}) as write:
-        write.tensors["token_ids"].index_copy_(0, rows, ids)
-    return attrs.evolve(state, relay=write.handle)
+    return attrs.evolve(state, relay=state.relay.index_copy(0, rows, ids))
 
 
-def put_token(token_ids: Handle, request: Request) -> Handle:
+def put_token(token_ids: Tensor, request: Request) -> Tensor:
     """Write the pending token of one request into the relay, where a request gets a row or is cut.
 
     Args:
-        token_ids: the relay.
+        token_ids: i64[B+1]. The relay.
         request: what the request is now.
     Returns:
-        The new version; the same one when no sampled token waits to be fed or the request has no row.
+        Another relay; the same one when no sampled token waits to be fed or the request has no row.
     """
     if request.is_parked or not request.has_pending:
         return token_ids
-    rows = torch.tensor([request.row], device=token_ids.spec("token_ids")[2])
-    with token_ids.write({"token_ids": rows}) as write:
-        write.tensors["token_ids"][request.row] = request.tokens[-1]
-    return write.handle
+    changed = token_ids.clone()
+    changed[request.row] = request.tokens[-1]
+    return changed

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..state.capacity import C128_PAGE, C128_RATIO
 from ..state.decode import DecodeState, Request
-from ..state.kv import C128_RING, KVState
+from ..state.kv import KVState
 from ..state.pages import FreeList, c128_pages
 from ..state.table import Edit, RequestTable, read_table, write_table
 
@@ -150,11 +150,11 @@ def _cleared_ring(kv: KVState, row: int) -> KVState:
     name = "c128_state"
     if not kv.layout.n_layers(name):
         return kv
-    rows = layer_rows(kv, name, row * C128_RING + np.arange(C128_RING))
+    rows = layer_rows(kv, name, kv.layout.c128_bank(np.array([row])))
     with kv.handle.write({name: rows}) as write:
         state = write.tensors[name]
-        half = state.shape[1] // 2
-        empty = torch.cat((state.new_zeros(half), state.new_full((half,), -torch.inf)))
+        empty = state.new_zeros(state.shape[1])
+        empty[kv.layout.first_score(name, len(empty)) :] = -torch.inf
         state.index_copy_(0, rows, empty.expand(len(rows), -1))
     return attrs.evolve(kv, handle=write.handle)
 

@@ -14,8 +14,7 @@ from ..model.model import Model
 from ..state.capacity import Capacity, PoolSizes
 from ..state.decode import DecodeState, Request, find_request, replace_requests
 from ..state.errors import ConfigError, RequestError
-from ..state.handles import create_handle
-from ..state.kv import init_kv
+from ..state.kv import CacheForm, init_kv
 from ..state.sampling import (
     SEED_LIMIT,
     SamplingParams,
@@ -43,7 +42,9 @@ __all__ = [
 ]
 
 
-def init_state(model: Model, capacity: Capacity, *, page_size: int = 128, seed: int = 0) -> DecodeState:
+def init_state(
+    model: Model, capacity: Capacity, *, page_size: int = 128, seed: int = 0, caches: CacheForm | None = None
+) -> DecodeState:
     """Build an empty state for a model.
 
     Args:
@@ -51,10 +52,13 @@ def init_state(model: Model, capacity: Capacity, *, page_size: int = 128, seed: 
         capacity: requests, tokens and context to make room for.
         page_size: tokens per page, a multiple of 4.
         seed: base of the seeds of requests that bring none.
+        caches: how they are stored, one of ``model.cache_forms``: "plain" in the model's dtype; "fp8" and "fp4" as
+            rows of FP8 with index keys in FP8 or FP4; "online", "fp8-online" and "fp4-online" with a small pooling
+            state for C128. Default plain; Ascend kernels have a form of their own.
     Returns:
         A state without requests; all pools allocated and free.
     Raises:
-        ConfigError: a page size or seed that cannot be used, or a context beyond the model's positions.
+        ConfigError: a page size, seed or form that cannot be used, or a context beyond the model's positions.
     """
     if capacity.context > model.config.max_position_embeddings:
         raise ConfigError(
@@ -65,6 +69,8 @@ def init_state(model: Model, capacity: Capacity, *, page_size: int = 128, seed: 
             got=capacity.context,
         )
     check_seed(seed)
+    form = model.cache_form if caches is None else caches
+    model.require_form(form)
     sizes = PoolSizes.of(capacity, page_size)
     return DecodeState(
         config=model.config,
@@ -80,11 +86,12 @@ def init_state(model: Model, capacity: Capacity, *, page_size: int = 128, seed: 
             sizes,
             model.dtype,
             model.device,
-            model.cache_form,
+            form,
+            model.key_dtype,
             ways=model.ranks.parallel.dcp,
             share=model.ranks.context.rank,
         ),
-        relay=create_handle({"token_ids": torch.zeros(sizes.requests + 1, dtype=torch.int64, device=model.device)}),
+        relay=torch.zeros(sizes.requests + 1, dtype=torch.int64, device=model.device),
         sampling=SamplingState(rows=()),
         launched=None,
     )

@@ -23,7 +23,7 @@ from ..state.capacity import C4_RATIO, C128_PAGE, C128_RATIO
 from ..state.decode import DecodeState, Request, find_request
 from ..state.errors import CapacityError, CheckpointError, RequestError
 from ..state.exported import ExportedRequest
-from ..state.kv import C4_RING, C128_RING
+from ..state.kv import C4_RING, KVLayout
 from ..state.sampling import SamplingState, row_of
 from ..state.table import RequestTable, read_table
 from .allocate import MIN_KEPT, Growth, allocate, eviction_end
@@ -71,7 +71,7 @@ def export_request(state: DecodeState, request_id: int) -> ExportedRequest:
     reach = max(state.config.sliding_window, MIN_KEPT)
     alone = attrs.evolve(request, row=0, evicted_len=max(request.evicted_len, request.kv_len - reach, 0))
     kv, caches = state.kv, {}
-    for name, slots in _slots(state.table, attrs.evolve(alone, row=request.row)).items():
+    for name, slots in _slots(state.table, kv.layout, attrs.evolve(alone, row=request.row)).items():
         if name in kv.handle.names:
             rows = kv.handle.rows(name, layer_rows(kv, name, slots))
             caches[name] = rows.unflatten(0, (kv.layout.n_layers(name), len(slots)))
@@ -84,7 +84,7 @@ def import_request(state: DecodeState, exported: ExportedRequest) -> tuple[Decod
     """Take a request into a state, with pages of its own.
 
     Args:
-        state: of the same model, dtype and numerics; page size and capacity may differ.
+        state: of the same model, dtype, numerics and form of caches; page size and capacity may differ.
         exported: of ``export_request`` or ``load_request``.
     Returns:
         (state, request_id): it has a new id and keeps its seed, so that it goes on as it would have.
@@ -121,7 +121,7 @@ def import_request(state: DecodeState, exported: ExportedRequest) -> tuple[Decod
         table, request = _placed(table, request, state.config.sliding_window)
         plans = {
             name: layer_rows(kv, name, slots)
-            for name, slots in _slots(table, request).items()
+            for name, slots in _slots(table, kv.layout, request).items()
             if name in exported.caches
         }
         with kv.handle.write(plans) as write:
@@ -181,7 +181,7 @@ def load_request(path: str | PathLike[str]) -> ExportedRequest:
         )
 
 
-def _slots(table: RequestTable, request: Request) -> Mapping[str, Ints]:
+def _slots(table: RequestTable, layout: KVLayout, request: Request) -> Mapping[str, Ints]:
     """List the cache slots of one layer that a request needs to go on, by buffer, in order of position."""
     sizes, n = table.sizes, request.kv_len
     groups = np.arange(n // C128_RATIO)
@@ -199,7 +199,7 @@ def _slots(table: RequestTable, request: Request) -> Mapping[str, Ints]:
         "c128": sidecar * C128_PAGE + groups % C128_PAGE,
         "c4_state": ring,
         "index_state": ring,
-        "c128_state": request.row * C128_RING + np.arange(n % C128_RATIO),
+        "c128_state": layout.open_c128(request.row, n),
     }
 
 
@@ -231,7 +231,7 @@ def _check_sound(state: DecodeState, exported: ExportedRequest) -> None:
         "c128": n // C128_RATIO,
         "c4_state": min(n - first, C4_RING),
         "index_state": min(n - first, C4_RING),
-        "c128_state": n % C128_RATIO,
+        "c128_state": len(kv.layout.open_c128(0, n)),
     }
     shapes = {name: (kv.layout.n_layers(name), counts[name], *kv.handle.spec(name)[0][1:]) for name in kv.handle.names}
     found = {name: tuple(tensor.shape) for name, tensor in exported.caches.items()}

@@ -58,7 +58,7 @@ THIRD_PARTY = {
     "step": {"torch", "numpy", "attrs", "safetensors", "tokenizers", "hypothesis"},
     "serving": {
         *("torch", "numpy", "attrs", "tokenizers", "typer", "rich", "click"),
-        *("aiohttp", "deepseek_recipe", "llguidance", "prometheus_client"),
+        *("aiohttp", "deepseek_recipe", "llguidance", "prometheus_client", "transformers"),
     },
 }
 HOST_READS = {"item", "tolist", "cpu", "numpy", "nonzero"}

@@ -102,7 +102,7 @@ class _Adapters:
         y: Tensor = self.providers["rms_norm"](x=x.contiguous(), weight=weight, eps=eps)[0]
         return y
 
-    def normalize_query(self, q: Tensor, eps: float, *, rounding: bool) -> Tensor:
+    def normalize_query(self, q: Tensor, eps: float, *, rounding: bool | str) -> Tensor:
         """Scale every head to unit root mean square; see ``norms.normalize_query``. The kernel rounds once."""
         assert not rounding, "the numerics of Ascend kernels round once"
         # There is no kernel without a weight.

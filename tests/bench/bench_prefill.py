@@ -21,6 +21,8 @@ from typing import Any
 import harness
 import purestep as ps
 import torch
+from purestep.serving.bench_cases import CASES
+from purestep.serving.bench_steps import DTYPES, alternate, median_ms
 from transformers import DynamicCache
 
 CHUNK = 1024
@@ -91,8 +93,8 @@ def sampled_peak(run: Callable[[], object]) -> float:
 def main() -> None:
     """Measure every combination and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=list(harness.CASES), default="small")
-    parser.add_argument("--dtype", choices=list(harness.DTYPES), default="float32")
+    parser.add_argument("--case", choices=list(CASES), default="small")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--context", type=int, nargs="+", default=[128, 1024, 8192])
     parser.add_argument("--rounds", type=int, default=3)
@@ -108,13 +110,13 @@ def main() -> None:
     rows = []
     for context in options.context:
         for batch in options.batch:
-            ids = torch.randint(engines.config["vocab_size"], (batch, context))
+            ids = torch.randint(engines.config.vocab_size, (batch, context))
             runs = {"ours": our_prefill(engines.ours, ids), "peer": peer_prefill(engines, ids)}
             if options.only:
                 print(json.dumps({"peak_mib": sampled_peak(runs[options.only])}))
                 return
-            times = harness.alternate(runs, options.rounds, warmup=1)
-            ours, peer = (harness.median_ms(times[name]) for name in ("ours", "peer"))
+            times = alternate(runs, options.rounds, warmup=1)
+            ours, peer = (median_ms(times[name]) for name in ("ours", "peer"))
             row: dict[str, Any] = {"bench": "prefill", "case": options.case, "dtype": options.dtype, "batch": batch}
             row |= {"context": context, "ours_tok_s": batch * context / ours * 1e3}
             row |= {"peer_tok_s": batch * context / peer * 1e3, "speed_up": peer / ours}

@@ -29,7 +29,7 @@ def timed(call: Callable[[], Any], rounds: int) -> tuple[float, Any]:
 
 
 def handles(state: ps.DecodeState) -> tuple[Any, ...]:
-    return state.table.handle, state.kv.handle, state.relay
+    return state.table.handle, state.kv.handle
 
 
 def saved_bytes(state: ps.DecodeState) -> int:

@@ -6,6 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from purestep.model.layout import draft_pieces, tensor_pieces
+from purestep.model.recoding import file_tensors, recode
+from purestep.model.storage import FORMS, Storage, cells_of
+from purestep.state.config_reading import config_from_dict
 from purestep.step.tiny_checkpoints import random_tensors as random_tensors
 from purestep.step.tiny_checkpoints import write_checkpoint as write_checkpoint
 from torch import Tensor
@@ -18,6 +22,7 @@ __all__ = [
     "peer_logits",
     "peer_model",
     "random_tensors",
+    "stored_tensors",
     "to_transformers_config",
     "to_transformers_state",
     "write_checkpoint",
@@ -62,6 +67,21 @@ _SAME_NAME = (
 )
 
 _YARN_KEYS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+
+
+def stored_tensors(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], storage: Storage | str = "fp4"
+) -> dict[str, Tensor]:
+    """Quantise official tensors as a release stores them; the draft block too if it is there."""
+    storage = FORMS[storage] if isinstance(storage, str) else storage
+    read = config_from_dict(config)
+    stored = {}
+    for piece in (*tensor_pieces(read), *draft_pieces(read)):
+        if piece.name in tensors:
+            parts = file_tensors(recode(tensors[piece.name], piece.kind, storage, piece.name))
+            cells = cells_of(piece, storage)
+            stored |= {cell.name: part for cell, part in zip(cells, parts, strict=True)}
+    return stored
 
 
 def to_transformers_config(config: Mapping[str, Any]) -> DeepseekV4Config:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import attrs
 import purestep as ps
 import torch
 from kit.configs import tiny_config
@@ -18,7 +19,7 @@ from purestep.model.loading import build_model
 from purestep.state.config_reading import config_from_dict
 from torch import Tensor
 
-__all__ = ["VOCAB", "spread", "tiny_model"]
+__all__ = ["VOCAB", "form_numerics", "rounded_model", "spread", "tiny_model"]
 
 VOCAB = 32
 
@@ -59,6 +60,36 @@ def tiny_model(ratios: tuple[int, ...] = (0, 4, 128), *, window: int = 8, seed: 
     leaves = leaves_from_params(init_params(config, generator, torch.float32))
     drawn = {path: spread(path, leaf, generator) for path, leaf in leaves.items()}
     return build_model(config, params_from_leaves(drawn))
+
+
+@cache
+def rounded_model(
+    ratios: tuple[int, ...] = (0, 4, 128),
+    *,
+    numerics: ps.Numerics,
+    dtype: torch.dtype = torch.bfloat16,
+    **changes: Any,
+) -> ps.Model:
+    """Make a tiny model with given numerics.
+
+    Args:
+        ratios: compress ratio of each layer.
+        numerics: rounding choices.
+        dtype: of activations.
+        changes: further arguments of ``tiny_model``.
+    """
+    plain = tiny_model(ratios, **changes)
+    stored = leaves_from_params(init_params(plain.config, torch.Generator(), dtype))
+    leaves = {name: leaf.to(stored[name].dtype) for name, leaf in leaves_from_params(plain.params).items()}
+    return build_model(plain.config, params_from_leaves(leaves), dtype=dtype, numerics=numerics)
+
+
+def form_numerics(form: str, dtype: torch.dtype, **changes: Any) -> ps.Numerics:
+    """Choose numerics that a form of caches holds: the official ones, or those of SGLang for FP8 keys."""
+    if form in ("plain", "online") and dtype is torch.float32:
+        return attrs.evolve(ps.Numerics.plain(), **changes)
+    official = attrs.evolve(ps.Numerics.official(), **changes)
+    return attrs.evolve(official, indexer_qdq="fp8") if form.startswith("fp8") else official
 
 
 def spread(path: str, leaf: Tensor, generator: torch.Generator) -> Tensor:

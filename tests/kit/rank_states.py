@@ -13,7 +13,7 @@ import torch
 from kit.rank_collectives import joined
 from kit.rank_steps import Feed, Step, part_of
 from kit.steps import ENDLESS, fresh
-from purestep.model import shards
+from purestep.model import part_reading, shards
 from purestep.model.fingerprint import fingerprint
 from purestep.model.leaves import leaves_from_params
 from purestep.step.announce import agreement
@@ -83,21 +83,25 @@ def load_counted(parallel: ps.Parallel, folder: str, ids: Sequence[int]) -> Load
     taken: list[int] = []
     opened = shards.safe_open
 
-    class Counting:
+    class Counting(_Counted):
         def __init__(self, *args: Any, **options: Any) -> None:
-            self._context = opened(*args, **options)
+            super().__init__(opened(*args, **options), taken)
 
-        def __enter__(self) -> _Counted:
-            return _Counted(self._context.__enter__(), taken)
+        def __enter__(self) -> Counting:
+            self._handle.__enter__()
+            return self
 
         def __exit__(self, *error: Any) -> None:
-            self._context.__exit__(*error)
+            self._handle.__exit__(*error)
 
-    shards.safe_open = Counting  # type: ignore[assignment, misc]
+    readers = (shards, part_reading)
     try:
+        for module in readers:
+            module.safe_open = Counting  # type: ignore[assignment, misc]
         model = ps.load_model(folder, parallel=parallel)
     finally:
-        shards.safe_open = opened  # type: ignore[misc]
+        for module in readers:
+            module.safe_open = opened  # type: ignore[misc]
     state, request = ps.open_request(fresh(model, 1), ENDLESS)
     _, out = ps.extend_step(model, state, {request: list(ids)})
     held = sum(leaf.nbytes for leaf in leaves_from_params(model.params).values())

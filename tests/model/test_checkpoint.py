@@ -378,75 +378,18 @@ def test_config_of_another_model_names_the_difference(tmp_path: Path) -> None:
     assert "embed.weight (expected [24, 32], got [24, 16])" in text
 
 
-def quantise(tensors: dict[str, Tensor], ending: str) -> dict[str, Tensor]:
-    """Store the linear weights as FP8 with scales under ``name + ending``."""
-    kinds = expected_shapes(config_from_dict(TINY))
-    found = dict(tensors)
-    for name, (_, kind) in kinds.items():
-        if kind in ("linear", "expert"):
-            found[name] = tensors[name].to(torch.float8_e4m3fn)
-            found[name.removesuffix("weight") + ending] = torch.ones(1, 1)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("ending", "layout"),
-    [
-        ("scale", "scale, the release's own layout"),
-        ("weight_scale_inv", "weight_scale_inv, as transformers and sglang write"),
-        ("weight_scale", "weight_scale, as vllm-ascend"),
-        ("input_scale", "input_scale"),
-    ],
-)
-def test_quantised_storage_is_recognised(tmp_path: Path, ending: str, layout: str) -> None:
-    """Every layout of quantised storage is refused by one message with its name and tensors, nothing else (LOD-03)."""
-    text = refusal(make(tmp_path / "model", quantise(TENSORS, ending)))
-    assert "not support" in text
-    assert "F8_E4M3" in text
-    assert layout in text
-    assert "attn.wq_a" in text
-    assert len(text.splitlines()) == 3
-
-
-def test_released_fp4_experts_are_recognised(tmp_path: Path) -> None:
-    """Packed FP4 experts, which have another shape, are refused as quantised and not as misshapen (LOD-03)."""
-    tensors = dict(TENSORS)
-    for name in NAMES:
-        if ".experts." in name:
-            rows, columns = TENSORS[name].shape
-            tensors[name] = torch.zeros(rows, columns // 2, dtype=torch.int8)
-            scale = torch.full((rows, 1), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
-            tensors[name.removesuffix("weight") + "scale"] = scale
-    text = refusal(make(tmp_path / "model", tensors))
-    assert "I8" in text
-    assert "wrong shape" not in text
-    assert "left-over" not in text
-
-
-def test_quantised_module_names_are_recognised(tmp_path: Path) -> None:
-    """Stacked experts with their scales are recognised, and weights that are only called scale are not (LOD-03)."""
-    state = kit.to_transformers_state(TENSORS)
-    name = "model.layers.0.mlp.experts.gate_up_proj"
-    state[name] = state[name].to(torch.float8_e4m3fn)
-    text = refusal(make(tmp_path / "model", state | {f"{name}_scale_inv": torch.ones(3, 1, 1)}))
-    assert f"{name}_scale_inv" in text
-    assert "2 tensors of quantised storage" in text
-    assert "_hc.scale" not in text
-
-
 def test_mix_scales_are_no_quantisation(tmp_path: Path) -> None:
     """The weights called scale of a layer too many are left over, not taken for quantised storage (LOD-03)."""
     fewer = TINY | {"num_hidden_layers": 3, "compress_ratios": [0, 4, 128]}
     text = refusal(make(tmp_path / "model", kit.to_transformers_state(TENSORS), config=fewer))
     assert "left-over tensors" in text
-    assert "quantised storage" not in text
+    assert "left-over scales" not in text
 
 
 def test_lone_scales_are_named(tmp_path: Path) -> None:
     """A plain weight with a scale beside it is refused, and the scale named (LOD-03)."""
     text = refusal(make(tmp_path / "model", TENSORS | {"layers.0.attn.wq_a.scale": torch.ones(1, 1)}))
-    assert "quantised storage" in text
-    assert "layers.0.attn.wq_a.scale" in text
+    assert "1 left-over scales (scale, the release's own layout): layers.0.attn.wq_a.scale" in text
 
 
 def test_dspark_draft_blocks_are_refused(tmp_path: Path) -> None:

@@ -269,6 +269,7 @@ def _arguments(seed: int, n: int) -> dict[str, tuple[tuple[Any, ...], dict[str, 
             {"eps": 1e-6, "norm_eps": 1e-6},
         ),
         "pool_group": ((draw(seed, n, 8, 16), draw(1, n, 8, 16)), {}),
+        "fold_member": ((draw(seed, n, 48), draw(1, n, 16), draw(2, n, 16)), {}),
         "index_scores": ((draw(seed, n, 1, 4, 8), draw(1, n, 150, 8), draw(2, n, 1, 4)), {"rounding": False}),
         "pick_entries": ((draw(seed, n, 20), torch.arange(n), 7), {}),
         "attend": (
@@ -281,11 +282,13 @@ def _arguments(seed: int, n: int) -> dict[str, tuple[tuple[Any, ...], dict[str, 
         "expert": ((draw(seed, n, 16), draw(1, 24, 16), draw(2, 16, 12), 0.6), {}),
         "hadamard": ((draw(seed, n, 8),), {}),
         "round_fp8": ((draw(seed, n, 64), 64), {}),
+        "round_fp8_rows": ((draw(seed, n, 32),), {}),
+        "round_int8_rows": ((draw(seed, n, 32),), {}),
         "round_fp4": ((draw(seed, n, 32), 32), {}),
     }
 
 
-EXACT = ("pick_entries", "round_fp8", "round_fp4", "embed_rows", "cut_vocabulary")
+EXACT = ("pick_entries", "round_fp8", "round_fp8_rows", "round_int8_rows", "round_fp4", "embed_rows", "cut_vocabulary")
 """Operators whose rows are data movement or rounding: nothing is summed."""
 
 OPERATORS = [field.name for field in attrs.fields(Ops) if field.name not in ("name", "paged")]

@@ -27,6 +27,7 @@ __all__ = [
     "head_mix",
     "mix_from_logits",
     "murmur_hash",
+    "nearest",
     "oracle_draw",
     "oracle_sample",
     "penalised_logits",
@@ -200,7 +201,7 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Non-negative numbers of e2m1, by code."""
 
 
-def _nearest(x: Tensor, values: Sequence[float]) -> Tensor:
+def nearest(x: Tensor, values: Sequence[float]) -> Tensor:
     """Round to the nearest of ``±values``; halfway goes to the even code."""
     table = torch.tensor(values, dtype=torch.float64)
     distance = (x.abs().double()[..., None] - table).abs()
@@ -221,7 +222,7 @@ def _qdq(x: Tensor, group: int, values: Sequence[float], floor: float) -> Tensor
     pieces = []
     for piece in torch.split(x, group, dim=-1):
         scale = _power_of_two_scale(piece.abs().amax(-1, keepdim=True).clamp(min=floor), values[-1])
-        pieces.append(_nearest((piece.double() / scale).clamp(-values[-1], values[-1]), values) * scale)
+        pieces.append(nearest((piece.double() / scale).clamp(-values[-1], values[-1]), values) * scale)
     return torch.cat(pieces, -1).to(x.dtype)
 
 

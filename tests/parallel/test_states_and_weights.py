@@ -24,6 +24,7 @@ from purestep.model.leaves import leaves_from_params
 from purestep.model.placement import balanced_placement, expert_load
 from purestep.model.ranks import Ranks
 from purestep.ops.collectives import Group
+from purestep.serving.checkpoint_tools import convert
 from purestep.state.config_reading import config_from_dict
 from purestep.step.tiny_checkpoints import random_tensors, write_checkpoint
 
@@ -82,6 +83,25 @@ def test_files_and_memory_are_cut_alike(tmp_path: Path, parallel: ps.Parallel) -
         assert read.keys() == cut.keys()
         assert all(torch.equal(read[path], cut[path]) for path in cut)
         assert all(leaf.is_contiguous() and leaf.storage_offset() == 0 for leaf in read.values())
+
+
+@pytest.mark.parametrize("form", ["fp8", "fp4"])
+def test_quantised_parts_are_parts_of_the_expanded_whole(tmp_path: Path, form: str) -> None:
+    """A rank's part of FP8 and FP4 weights is what it would cut out of them expanded, bit for bit."""
+    sizes = {"heads": 4, "head_dim": 96, "hidden": 160, "inter": 192, "o_lora": 40, "q_lora": 72, "experts": 4}
+    config = tiny_config((4,), vocab=64, hash_layers=0, o_groups=2, **sizes)
+    write_checkpoint(tmp_path / "plain", config, random_tensors(config, 1))
+    convert(tmp_path / "plain", tmp_path / form, form=form, names="official", max_shard_bytes=10**9)
+    read, params = read_checkpoint(tmp_path / form, dtype=torch.float32)
+    for parallel in (TP2, ps.Parallel(tp=4), ps.Parallel(dp=2, ep=2, moe="ep")):
+        for rank in range(parallel.ranks):
+            ranks = place_of(parallel, rank)
+            cut = leaves_from_params(cut_params(read, params, ranks))
+            part = leaves_from_params(read_checkpoint(tmp_path / form, dtype=torch.float32, ranks=ranks)[1])
+            assert part.keys() == cut.keys()
+            assert all(torch.equal(part[path], cut[path]) for path in cut)
+    with pytest.raises(ps.ConfigError, match="stored"):
+        read_checkpoint(tmp_path / form, stored=True, ranks=place_of(TP2, 0))
 
 
 @given(parallel=st.sampled_from(LAYOUTS), vocab=st.integers(2, 300))

@@ -237,6 +237,10 @@ MISTAKES = {
     "no config": (["info", "{random}/nowhere"], "config.json"),
     "no requests": (["info", "{random}", "--requests", "0"], "requests"),
     "context beyond the model": (["info", "{random}", "--context", "65"], "64 positions"),
+    "unknown form": (["convert", "{random}", "{random}/out", "--form", "int3"], "fp4, fp8, bf16, f32"),
+    "unknown names": (["convert", "{random}", "{random}/out", "--names", "mine"], "official, transformers"),
+    "layers not numbers": (["make-tiny", "{random}/out", "--layers", "a"], "0,2,5-8"),
+    "layers not there": (["make-tiny", "{random}/out", "--source", "{random}", "--layers", "7"], "0..2"),
     "no such command": (["frobnicate"], "frobnicate"),
     "no such option": (["--frobnicate"], "--frobnicate"),
 }
@@ -305,9 +309,35 @@ def test_info_describes_the_model(model_name: str) -> None:
         assert shown in result.stdout
 
 
+def test_checkpoints_are_made_cut_and_converted(random_folder: Path, tmp_path: Path) -> None:
+    """A toy is drawn, a part of a checkpoint taken, its form changed; the tokenizer comes along, the text goes on."""
+    made = run("make-tiny", tmp_path / "toy", "--form", "fp8", "--draft", "--seed", 3)
+    assert (made.exit_code, made.stdout) == (0, "")
+    assert "layers: 4, experts: 8" in made.stderr
+    cut = run("make-tiny", tmp_path / "part", "--source", random_folder, "--layers", "0,2", "--experts", 4)
+    assert cut.exit_code == 0
+    assert "layers: 2, experts: 4" in cut.stderr
+    converted = run("convert", tmp_path / "part", tmp_path / "out", "--form", "bf16", "--names", "transformers")
+    assert (converted.exit_code, converted.stdout) == (0, "")
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (random_folder / "tokenizer.json").read_bytes()
+    texts = [
+        run(
+            "generate", "x", "--model", tmp_path / name, "--temperature", 0, "--max-new-tokens", 8, "--dtype", "float32"
+        )
+        for name in ("part", "out")
+    ]
+    assert [text.exit_code for text in texts] == [0, 0]
+    again = run("convert", tmp_path / "part", tmp_path / "out")
+    assert again.exit_code == 1
+    assert "expected an empty folder" in again.stderr
+    shown = run("info", tmp_path / "toy")
+    assert "draft block" in shown.stdout
+    assert "F8_E4M3" in shown.stdout
+
+
 def test_version_and_help() -> None:
     """``--version`` tells the version, and no command at all shows what there is."""
     assert re.fullmatch(r"purestep \d+\.\d+\.\d+\n", run("--version").stdout)
     result = run()
     assert result.exit_code == 0
-    assert all(name in result.stdout for name in ("generate", "score", "info"))
+    assert all(name in result.stdout for name in ("generate", "score", "info", "convert", "make-tiny"))

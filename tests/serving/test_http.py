@@ -73,7 +73,7 @@ def text_of(events: list[Any], index: int = 0) -> str:
 
 @examples(25)
 @given(
-    st.lists(st.text("ab é😀", min_size=1, max_size=4), max_size=5),
+    st.lists(st.text("ab é😀", min_size=1, max_size=3), max_size=3),  # 36 bytes, at most as many tokens
     st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
     st.integers(1, 3),
 )

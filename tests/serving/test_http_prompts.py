@@ -201,6 +201,41 @@ def test_contents_that_are_no_plain_text(site: Site, content: Any) -> None:
             assert said.replace("\n", "") == ("ab" if content else "")
 
 
+IMAGES = {
+    "chat": {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+    "responses": {"type": "input_image", "image_url": "data:image/png;base64,AAAA"},
+    "messages": {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}},
+}
+
+
+@pytest.mark.parametrize("protocol", CHATS)
+def test_parts_that_cannot_be_read_are_refused(site: Site, protocol: str) -> None:
+    """An image among the words is refused by the name of its field, not left out of what the model reads."""
+    words = {"type": "input_text" if protocol == "responses" else "text", "text": "what is this?"}
+    messages = [{"role": "user", "content": [words, IMAGES[protocol]]}]
+    name = "input" if protocol == "responses" else "messages"
+    reply = site.server.post(PATHS[protocol], body_of(protocol) | {name: messages})
+    assert reply.status == 400
+    assert f"{name}[0].content[1].type: expected one of" in reply.text
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "said"),
+    [
+        ("stop", ["x"] * 17, "stop: expected at most 16 items"),
+        ("stop", [""], "stop[0]: expected at least 1 characters"),
+        ("prompt", [], "prompt: expected at least 1 items"),
+        ("prompt", [[]], "prompt[0]: expected at least 1 items"),
+    ],
+)
+def test_errors_of_fields_of_several_kinds(site: Site, field: str, wrong: Any, said: str) -> None:
+    """Where a field takes several kinds, the error is about the kind that was given."""
+    body = {"model": "tiny", "prompt": "a"} | {field: wrong}
+    reply = site.server.post("/v1/completions", body)
+    assert reply.status == 400
+    assert said in reply.text
+
+
 @pytest.mark.parametrize("has_tools", [False, True])
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", None])
 def test_earlier_thinking(site: Site, field: str | None, has_tools: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from fractions import Fraction
 from math import prod
 from pathlib import Path
@@ -16,11 +17,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.configs import configs, tiny_config
 from purestep.model.checkpoint import init_params, official_tensors, parameter_count, write_checkpoint
-from purestep.model.loading import build_model
-from purestep.serving.costs import active_parameters, cache_costs, file_bytes, part_costs, pool_bytes
+from purestep.model.layout import draft_pieces, tensor_pieces
+from purestep.model.leaves import leaves_from_params
+from purestep.model.loading import build_model, is_widened
+from purestep.model.random_source import RandomSource
+from purestep.model.storage import FORMS, TYPES, Storage, cells_of
+from purestep.model.streaming import stream_checkpoint
+from purestep.serving.costs import (
+    active_parameters,
+    cache_costs,
+    file_report,
+    part_costs,
+    pool_bytes,
+    smallest_layout,
+    weight_bytes,
+)
 from purestep.serving.info import info_tables, show_bytes, show_layers
 from purestep.state.config import Config
-from purestep.state.config_reading import config_from_dict
+from purestep.state.config_reading import config_from_dict, config_to_dict
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
@@ -138,19 +152,94 @@ def test_files_have_the_bytes_that_are_written(
     params = init_params(config, torch.Generator(), dtype)
     folder = tmp_path_factory.mktemp("written")
     write_checkpoint(folder, config, params, max_shard_bytes=50_000)
-    found = file_bytes(folder, config)
+    report = file_report(folder, config)
+    assert report is not None
+    assert not report.faults
+    found = report.bytes_by_part()
     assert sum(found.values()) == sum(tensor.nbytes for tensor in official_tensors(config, params).values())
     stored = attrs.evolve(config, torch_dtype=str(dtype).removeprefix("torch."))
     assert found == {name: cost.n_bytes for name, cost in part_costs(stored).items()}
 
 
 def test_files_with_foreign_tensors_are_counted_apart(tmp_path: Path) -> None:
-    """Tensors that are no parameters of the main model, scales for one, are counted under a name of their own."""
+    """Tensors that belong to no weight of the main model are counted under names of their own, and are a fault."""
     config = config_from_dict(tiny_config((0,)))
     params = init_params(config, torch.Generator(), torch.float32)
     extra = {"layers.0.attn.wq_a.scale": torch.zeros(3, dtype=torch.float8_e8m0fnu), "mtp.0.x": torch.zeros(5)}
     save_file(official_tensors(config, params) | extra, tmp_path / "model.safetensors")
-    assert file_bytes(tmp_path, config)["scales, draft block"] == 3 + 5 * 4
+    (tmp_path / "config.json").write_text(json.dumps(config_to_dict(config)))
+    report = file_report(tmp_path, config)
+    assert report is not None
+    assert report.bytes_by_part()["foreign"] == 3
+    assert report.bytes_by_part()["draft block"] == 5 * 4
+    assert list(report.faults.values()) == [["layers.0.attn.wq_a.scale"]]
+    text = shown(list(info_tables(tmp_path)))
+    assert "layers.0.attn.wq_a.scale" in text
+    assert re.search(r"complete\s+│ +no", text)
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    raw=configs(max_layers=3),
+    form=st.sampled_from([*FORMS.values(), Storage(linear="fp8")]),
+    dtype=st.sampled_from(["bfloat16", "float32"]),
+)
+def test_weights_take_the_memory_that_is_told(
+    tmp_path_factory: pytest.TempPathFactory, raw: dict[str, Any], form: Storage, dtype: str
+) -> None:
+    """The memory of any model's weights, stored or not, is computed to the byte."""
+    wide = "BF16" if dtype == "bfloat16" else "F32"
+    config, storage = config_from_dict(raw), attrs.evolve(form, wide=wide)
+    folder = tmp_path_factory.mktemp("model")
+    source = RandomSource(config=config, has_draft=True, storage=storage, seed=0)
+    stream_checkpoint(folder / "model", source, storage)
+    model = ps.load_model(folder / "model")
+    assert str(model.dtype) == f"torch.{dtype}"
+    total = sum(leaf.nbytes for leaf in leaves_from_params(model.params).values())
+    assert sum(weight_bytes(model.config, storage).values()) == total
+
+
+def test_flash_takes_its_released_bytes_and_what_is_widened() -> None:
+    """Flash in memory is the release without its draft block and 1.76 GB for what is kept in float32."""
+    storage = FORMS["fp4"]
+    sizes = weight_bytes(FLASH, storage)
+    draft = sum(
+        prod(cell.shape) * TYPES[cell.type].itemsize for p in draft_pieces(FLASH) for cell in cells_of(p, storage)
+    )
+    assert draft == 3_593_787_756
+    widened = sum(size // 2 for path, size in sizes.items() if is_widened(path))
+    assert widened == 1_758_305_536
+    assert sum(sizes.values()) == 159_609_485_896 - draft + widened == 157_774_003_676
+
+
+def test_layouts_are_the_smallest_that_fit() -> None:
+    """A degree divides heads, groups, index heads, experts and vocabulary, and one degree less would not fit."""
+    sizes = weight_bytes(PRO, FORMS["fp4"])
+    found = [smallest_layout(PRO, sizes, 0, gib << 30) for gib in (2000, 410, 141, 64, 10)]
+    assert found == [1, 2, 8, 16, None]
+
+
+def test_released_sizes_are_read_without_memory(tmp_path: Path) -> None:
+    """A folder of Flash's full size, whose files hold nothing but headers, is described and found complete."""
+    storage, pieces = FORMS["fp4"], [*tensor_pieces(FLASH), *draft_pieces(FLASH)]
+    cells = [cell for piece in pieces for cell in cells_of(piece, storage)]
+    owners = {}
+    for at in range(8):
+        own, offset, header = cells[at::8], 0, {}
+        for cell in own:
+            end = offset + prod(cell.shape) * TYPES[cell.type].itemsize
+            header[cell.name] = {"dtype": cell.type, "shape": cell.shape, "data_offsets": [offset, end]}
+            offset = end
+        text = json.dumps(header).encode()
+        with (tmp_path / f"{at}.safetensors").open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + offset)
+        owners |= {cell.name: f"{at}.safetensors" for cell in own}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": owners}))
+    (tmp_path / "config.json").write_text(json.dumps(config_to_dict(FLASH) | {"expert_dtype": "fp4"}))
+    text = shown(list(info_tables(tmp_path)))
+    assert all(part in text for part in ("159,609,485,896", "69,187", "157,774,003,676", "DeepSeek-V4-Flash"))
+    assert re.search(r"complete\s+│ +yes", text)
 
 
 @given(st.sets(st.integers(0, 40)))

@@ -83,9 +83,9 @@ def with_list(state: ps.DecodeState, name: str, change: Callable[[FreeList], Fre
 
 
 def with_relay(state: ps.DecodeState, row: int, token: int) -> ps.DecodeState:
-    with state.relay.write({"token_ids": torch.tensor([row])}) as write:
-        write.tensors["token_ids"][row] = token
-    return attrs.evolve(state, relay=write.handle)
+    relay = state.relay.clone()
+    relay[row] = token
+    return attrs.evolve(state, relay=relay)
 
 
 def with_cache_row(state: ps.DecodeState, name: str, row: int, value: float) -> ps.DecodeState:
@@ -338,6 +338,17 @@ def closing() -> View:
     return prepared, batch, ps.forward_batch(prepared, batch)
 
 
+@cache
+def folding() -> View:
+    """A view over online pooling: one request goes on and closes a group, another begins one."""
+    state = ps.init_state(MODEL, ps.Capacity(requests=2, tokens=600, context=300), page_size=SIZE, caches="online")
+    for _ in range(2):
+        state, _ = ps.open_request(state, ENDLESS)
+    state, _ = ps.extend_step(MODEL, state, {0: ids_of(120)})
+    prepared, batch = ps.prepare_extend(state, {1: ids_of(5), 0: ids_of(20)})
+    return prepared, batch, ps.forward_batch(prepared, batch)
+
+
 def with_view(view: View, **changes: Any) -> View:
     return view[0], view[1], attrs.evolve(view[2], **changes)
 
@@ -403,13 +414,20 @@ VIEW_FAULTS: dict[str, list[Callable[[], View]]] = {
         lambda: with_plan(closing(), 4, history=closing()[2].metadata.compressors[4].history * 0),
         lambda: with_plan(closing(), 128, members=closing()[2].metadata.compressors[128].members.flip(1)),
     ],
+    "N16": [
+        lambda: with_plan(folding(), 128, history=folding()[2].metadata.compressors[128].history.flip(0)),
+        lambda: with_plan(folding(), 128, members=folding()[2].metadata.compressors[128].members.flip(0)),
+        lambda: with_plan(folding(), 128, state_loc=folding()[2].metadata.compressors[128].state_loc + 1),
+        lambda: with_plan(folding(), 128, keep=folding()[2].metadata.compressors[128].keep - 1),
+    ],
 }
 
 
 def test_good_views_pass() -> None:
-    """Nothing is found in a good view of single rows, chunks and closing groups."""
+    """Nothing is found in a good view of single rows, chunks and closing groups, folded ones too."""
     assert inv.check_view(*viewed()) == ()
     assert inv.check_view(*closing()) == ()
+    assert inv.check_view(*folding()) == ()
 
 
 @pytest.mark.parametrize("id_", inv.VIEW)

@@ -2,41 +2,73 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
+import attrs
 import purestep as ps
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kit.checkpoints import random_tensors
 from kit.configs import tiny_config
 from kit.engine import GREEDY, engine_model, feed_in_chunks, random_ids
+from kit.steps import examples
+from purestep.state.kv import CACHE_FORMS
 
-MODELS = {
-    dtype: engine_model(config, random_tensors(config, seed=11, storage=getattr(torch, dtype)), numerics=numerics)
-    for dtype, config, numerics in (
-        ("float32", tiny_config(index_topk=6), ps.Numerics(invariant=True)),
-        ("bfloat16", tiny_config(index_topk=6, torch_dtype="bfloat16"), ps.Numerics(invariant=True, kv_qdq=True)),
-    )
+FP8_KEYS = attrs.evolve(ps.Numerics.official(), indexer_qdq="fp8", invariant=True)
+NUMERICS: dict[str, ps.Numerics] = {
+    "float32 plain": ps.Numerics(invariant=True),
+    "float32 online": ps.Numerics(invariant=True),
+    "bfloat16 plain": ps.Numerics(invariant=True, kv_qdq=True),
+    "bfloat16 fp8": FP8_KEYS,
+    "bfloat16 fp8-online": FP8_KEYS,
+    "bfloat16 fp4": attrs.evolve(ps.Numerics.official(), invariant=True),
+    "float32 fp4-online": attrs.evolve(ps.Numerics.official(), invariant=True),
+    "bfloat16 transformers": attrs.evolve(ps.Numerics.transformers(), invariant=True),
+    "bfloat16 sglang": attrs.evolve(ps.Numerics.sglang(), invariant=True),
+    "bfloat16 vllm-ascend": attrs.evolve(ps.Numerics.vllm_ascend(), invariant=True),
 }
+"""Dtype and form of caches, or whose numerics -> numerics."""
+
+
+@cache
+def model_of(name: str) -> ps.Model:
+    """Make a model of the dtype and the numerics of a case."""
+    dtype = name.split()[0]
+    config = tiny_config(index_topk=6, torch_dtype=dtype)
+    tensors = random_tensors(config, seed=11, storage=getattr(torch, dtype))
+    return engine_model(config, tensors, numerics=NUMERICS[name])
+
+
+def empty(name: str, requests: int, page_size: int) -> ps.DecodeState:
+    """Build an empty state with the caches of a case."""
+    form: Any = name.split()[1]
+    capacity = ps.Capacity(requests, requests * 256, 256)
+    caches = form if form in CACHE_FORMS else None
+    return ps.init_state(model_of(name), capacity, page_size=page_size, caches=caches)
+
+
 N = 150
 IDS = [random_ids(N, 64, seed=i) for i in range(4)]
 
 
-@pytest.fixture(scope="module")
-def solo() -> dict[str, list[torch.Tensor]]:
-    """Logits of every prompt fed alone, whole."""
-    return {dtype: [feed_in_chunks(model, ids, [N]) for ids in IDS] for dtype, model in MODELS.items()}
+@cache
+def solo(name: str) -> list[torch.Tensor]:
+    """Compute the logits of every prompt fed alone, whole."""
+    return [feed_in_chunks(model_of(name), ids, [N], state=empty(name, 1, 128)) for ids in IDS]
 
 
-@pytest.mark.parametrize("dtype", MODELS)
-@settings(max_examples=8, deadline=None)
+@pytest.mark.parametrize("name", NUMERICS)
+@examples(3)
 @given(data=st.data())
-def test_company_and_chunks_change_no_bit(dtype: str, solo: dict[str, list[torch.Tensor]], data: st.DataObject) -> None:
+def test_company_and_chunks_change_no_bit(name: str, data: st.DataObject) -> None:
     """Mates, row places, chunk borders and page sizes leave every row's logits equal to the solo run, bit for bit."""
-    model = MODELS[dtype]
+    model = model_of(name)
     n_rows = data.draw(st.integers(1, 4))
     page_size = data.draw(st.sampled_from([4, 12, 32, 128]))
-    state = ps.init_state(model, ps.Capacity(4, 4 * 256, 256), page_size=page_size)
+    state = empty(name, 4, page_size)
     requests = []
     for _ in range(n_rows):
         state, request = ps.open_request(state, GREEDY)
@@ -57,7 +89,7 @@ def test_company_and_chunks_change_no_bit(dtype: str, solo: dict[str, list[torch
             state, out = ps.extend_step(model, state, chunk, sample=False, logits="all")
         got = dict(zip(rows, out.logits.split([sizes[r] for r in rows]), strict=True))
         for request, logits in got.items():
-            expected = solo[dtype][requests.index(request)][fed[request] : fed[request] + sizes[request]]
+            expected = solo(name)[requests.index(request)][fed[request] : fed[request] + sizes[request]]
             assert torch.equal(logits, expected)
             fed[request] += sizes[request]
 

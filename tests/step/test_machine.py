@@ -16,9 +16,10 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
-from kit.models import VOCAB, tiny_model
+from kit.models import VOCAB, form_numerics, rounded_model, tiny_model
 from kit.steps import examples
-from purestep.state.kv import C4_RING
+from purestep.state.kv import C4_RING, CacheForm
+from purestep.step.naive import maximal
 from purestep.step.release import layer_rows
 from torch import Tensor
 
@@ -38,6 +39,33 @@ class OurStates(ps.strategies.StateMachine):
 
 TestOurStates = OurStates.TestCase
 TestOurStates.settings = settings(examples(25), stateful_step_count=settings().stateful_step_count // 2)
+
+
+def paged(model: ps.Model, ids: tuple[int, ...], caches: CacheForm) -> Tensor:
+    """Feed a sequence to a request of its own: the logits after every token."""
+    state = ps.init_state(model, ps.Capacity(1, len(ids), len(ids)), caches=caches)
+    state, request = ps.open_request(state)
+    return ps.extend_step(model, state, {request: ids}, sample=False, logits="all")[1].logits
+
+
+class OverForms(ps.strategies.StateMachine):
+    """Steps models with row-independent arithmetic over every form of their caches, down to the bit."""
+
+    models = (
+        rounded_model(numerics=form_numerics("fp4", torch.bfloat16, invariant=True)),
+        rounded_model((4, 128), numerics=form_numerics("fp8", torch.float32, invariant=True), dtype=torch.float32),
+    )
+
+    tolerance = 0.0
+
+    def recomputed(self, texts: Sequence[tuple[int, ...]]) -> Sequence[Tensor]:
+        """Feed each sequence alone."""
+        runs = {ids: paged(self.model, ids, self.now.state.kv.layout.form) for ids in maximal(texts)}
+        return [next(rows[len(ids) - 1] for run, rows in runs.items() if run[: len(ids)] == ids) for ids in texts]
+
+
+TestOverForms = OverForms.TestCase
+TestOverForms.settings = settings(examples(8), stateful_step_count=settings().stateful_step_count // 2)
 
 
 class OurEngine(ps.strategies.DecodeMachine):

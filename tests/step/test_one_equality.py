@@ -18,11 +18,9 @@ import pytest
 import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
-from kit.models import VOCAB, tiny_model
+from kit.models import VOCAB, form_numerics, rounded_model
 from kit.steps import ENDLESS, examples, ids_of
-from purestep.model.initial import init_params
-from purestep.model.leaves import leaves_from_params, params_from_leaves
-from purestep.model.loading import build_model
+from purestep.state.kv import CACHE_FORMS
 from torch import Tensor
 
 N = 400
@@ -54,23 +52,17 @@ def config_of(number: int) -> dict[str, Any]:
     }
 
 
-@cache
-def model_of(number: int, dtype: torch.dtype) -> ps.Model:
-    """Make a model of a configuration, with row-independent arithmetic."""
-    plain = tiny_model(**config_of(number))
-    numerics = ps.Numerics.plain() if dtype is torch.float32 else ps.Numerics.official()
-    stored = leaves_from_params(init_params(plain.config, torch.Generator(), dtype))
-    leaves = {name: leaf.to(stored[name].dtype) for name, leaf in leaves_from_params(plain.params).items()}
-    params = params_from_leaves(leaves)
-    return build_model(plain.config, params, dtype=dtype, numerics=attrs.evolve(numerics, invariant=True))
+def model_of(number: int, dtype: torch.dtype, caches: str) -> ps.Model:
+    """Make a model of a configuration, with row-independent arithmetic and numerics that its caches hold."""
+    return rounded_model(numerics=form_numerics(caches, dtype, invariant=True), dtype=dtype, **config_of(number))
 
 
 @cache
-def expected(number: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def expected(number: int, dtype: torch.dtype, caches: Any) -> tuple[Tensor, ...]:
     """The logits after every token of every text, each fed in one piece to a request of its own: f32[T,V]."""
-    model, found = model_of(number, dtype), []
+    model, found = model_of(number, dtype, caches), []
     for text in TEXTS:
-        state = ps.init_state(model, ps.Capacity(1, N, N), page_size=128)
+        state = ps.init_state(model, ps.Capacity(1, N, N), page_size=128, caches=caches)
         state, request = ps.open_request(state, ENDLESS)
         found.append(ps.extend_step(model, state, {request: text}, sample=False, logits="all")[1].logits)
     return tuple(found)
@@ -138,7 +130,8 @@ class Run:
 
 def moved(run: Run, page_size: int, through_files: bool) -> ps.DecodeState:
     """Export every request and import all of them, in reverse order, into a new state with other pages."""
-    state = ps.init_state(run.model, ps.Capacity(6, 6 * N + 64, N + 8), page_size=page_size, seed=3)
+    caches = run.state.kv.layout.form
+    state = ps.init_state(run.model, ps.Capacity(6, 6 * N + 64, N + 8), page_size=page_size, seed=3, caches=caches)
     texts, known = {}, {}
     for request in reversed(run.texts):
         exported = ps.export_request(run.state, request)
@@ -168,8 +161,34 @@ OPERATIONS = ("extend", "extend", "decode", "decode", "fork", "fork", "rewind", 
 @given(number=st.integers(0, N_CONFIGS - 1), data=st.data())
 def test_every_way_to_a_token_gives_the_same_bits(dtype: torch.dtype, number: int, data: st.DataObject) -> None:
     """Solo = batched = chunked = decoded = forked = rewound = retracted and resumed = moved = saved and restored."""
-    model, rows = model_of(number, dtype), expected(number, dtype)
-    state = ps.init_state(model, ps.Capacity(6, 6 * N + 64, N + 8), page_size=data.draw(st.sampled_from(PAGE_SIZES)))
+    follow_texts(number, dtype, "plain", data)
+
+
+@pytest.mark.parametrize("caches", CACHE_FORMS[1:-1])
+@examples(6)
+@given(dtype=st.sampled_from((torch.bfloat16, torch.float32)), number=st.integers(0, N_CONFIGS - 1), data=st.data())
+def test_it_holds_in_every_form_of_caches(caches: str, dtype: torch.dtype, number: int, data: st.DataObject) -> None:
+    """The same with FP8 rows, FP8 and FP4 index keys, and online pooling."""
+    follow_texts(number, dtype, caches, data)
+
+
+@examples(3)
+@given(dtype=st.sampled_from((torch.bfloat16, torch.float32)), number=st.integers(0, N_CONFIGS - 1))
+def test_quantised_rows_hold_the_same_numbers(dtype: torch.dtype, number: int) -> None:
+    """A model's logits have the same bits whether its rounded rows are stored quantised or not."""
+    for caches in ("fp8", "fp4"):
+        model = model_of(number, dtype, caches)
+        state = ps.init_state(model, ps.Capacity(1, N, N), caches="plain")
+        state, request = ps.open_request(state, ENDLESS)
+        logits = ps.extend_step(model, state, {request: TEXTS[0]}, sample=False, logits="all")[1].logits
+        assert torch.equal(logits, expected(number, dtype, caches)[0])
+
+
+def follow_texts(number: int, dtype: torch.dtype, caches: Any, data: st.DataObject) -> None:
+    """Lead three requests through drawn operations and compare every row of logits."""
+    model, rows = model_of(number, dtype, caches), expected(number, dtype, caches)
+    page_size = data.draw(st.sampled_from(PAGE_SIZES))
+    state = ps.init_state(model, ps.Capacity(6, 6 * N + 64, N + 8), page_size=page_size, caches=caches)
     texts = {}
     for text in range(3):
         state, request = ps.open_request(state, ENDLESS)
