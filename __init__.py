@@ -40,6 +40,7 @@ from .state.errors import CheckpointError as CheckpointError
 from .state.errors import ConfigError as ConfigError
 from .state.errors import DtypeError as DtypeError
 from .state.errors import PurestepError as PurestepError
+from .state.errors import RankError as RankError
 from .state.errors import RequestError as RequestError
 from .state.errors import ShapeError as ShapeError
 from .state.errors import StateBusyError as StateBusyError
@@ -96,6 +97,7 @@ __all__ = [
     "Numerics",
     "Parallel",
     "PurestepError",
+    "RankError",
     "Request",
     "RequestError",
     "SamplingParams",

@@ -1,7 +1,8 @@
 """The parts of the attention sublayer that do not touch a cache.
 
 Used by the paged path (``model/paged.py``) and by the cache-free one (``model/sequence.py``), so that both compute the
-same thing from the same code: projections, compressor inputs, finished entries, indexer queries, output projection.
+same thing from the same code: projections, compressor inputs, finished entries, indexer queries, output projection. How
+many heads, groups and index heads there are follows from the weights: over several ranks each has its share of them.
 
 Source: DeepSeek-V4 ``inference/model.py``, ``Attention``, ``Compressor``, ``Indexer``; model sheet 2.5-2.9.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..ops.collectives import all_reduce
 from ..ops.experts import ACTIVATION_GROUP
 from ..state.config import Config
 from ..state.kv import FP4_GROUP, FP8_GROUP
@@ -20,6 +22,7 @@ from .variants import activation_rows
 
 __all__ = [
     "compressor_inputs",
+    "entry_scores",
     "finish_entries",
     "group_rows",
     "index_query",
@@ -51,7 +54,7 @@ def query_heads(model: Model, p: AttentionParams, x: Tensor) -> tuple[Tensor, Te
     """
     ops, eps = model.ops, model.config.rms_norm_eps
     low = ops.rms_norm(_project(model, x, p.wq_a), p.q_norm, eps)
-    q = _project(model, low, p.wq_b).unflatten(-1, (model.config.num_attention_heads, -1))
+    q = _project(model, low, p.wq_b).unflatten(-1, (-1, model.config.head_dim))
     return ops.normalize_query(q, eps, rounding=model.numerics.query_norm_rounding), low
 
 
@@ -188,7 +191,7 @@ def index_query(model: Model, p: IndexerParams, low: Tensor, factors: Tensor) ->
     Returns:
         float[...,T,I,J].
     """
-    q = _project(model, low, p.wq_b).unflatten(-1, (model.config.index_n_heads, -1))
+    q = _project(model, low, p.wq_b).unflatten(-1, (-1, model.config.index_head_dim))
     return round_index(model, model.ops.apply_rotary(q, factors.unsqueeze(-2)))
 
 
@@ -204,6 +207,21 @@ def index_weights(model: Model, p: IndexerParams, x: Tensor) -> Tensor:
     """
     weights = model.ops.linear(x, p.weights_proj)
     return (weights if model.numerics.index_score_rounding else weights.float()) * _index_scale(model.config)
+
+
+def entry_scores(model: Model, query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+    """Score entries with the index heads of all ranks, so that each of them picks the same entries.
+
+    Args:
+        model: the model.
+        query: float[...,T,I,J]. Of this rank's heads.
+        keys: float[...,C,J].
+        weights: float[...,T,I]. Of this rank's heads.
+    Returns:
+        f32[...,T,C].
+    """
+    scores = model.ops.index_scores(query, keys, weights, rounding=model.numerics.index_score_rounding)
+    return all_reduce(scores, model.ranks.attn)
 
 
 def _index_scale(config: Config) -> float:
@@ -234,9 +252,11 @@ def group_rows(model: Model, p: AttentionParams, o: Tensor) -> Tensor:
     Returns:
         float[...,T,H].
     """
-    groups = model.config.o_groups
-    w = p.wo_a.unflatten(0, (groups, -1)) if isinstance(p.wo_a, Tensor) and p.wo_a.dim() == 2 else p.wo_a
+    w = p.wo_a
+    if isinstance(w, Tensor) and w.dim() == 2:
+        w = w.unflatten(0, (-1, model.config.o_lora_rank))
+    groups = w.shape[0] if isinstance(w, Tensor) else model.config.o_groups
     rows = o.flatten(-2).unflatten(-1, (groups, -1))
     if model.numerics.wo_a_qdq:
         rows = model.ops.round_fp8(rows, ACTIVATION_GROUP)
-    return _project(model, model.ops.grouped_linear(rows, w).flatten(-2), p.wo_b)
+    return all_reduce(_project(model, model.ops.grouped_linear(rows, w).flatten(-2), p.wo_b), model.ranks.attn)

@@ -14,6 +14,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -26,12 +27,15 @@ from ..ops.formats import E8M0, Fp4Weight, Fp8Weight, StoredWeight, weight_shape
 from ..state.config import Config
 from ..state.config_reading import config_from_dict, config_to_dict
 from ..state.errors import ConfigError, DtypeError, ShapeError
+from .cuts import check_layout, leaf_cuts, placed_experts
 from .filling import Progress, float_type, official_blocks, read_weights
 from .header_checks import check_expert_tables, match_tensors
 from .initial import init_params
 from .layout import expected_shapes, leaf_shapes, parameter_count, tensor_pieces
 from .leaves import params_from_leaves, weights_from_params
 from .params import Params
+from .part_reading import read_parts
+from .ranks import Ranks
 from .shards import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, Faults, read_headers, read_json
 from .slicing import checked_layers, moved_path, slice_config
 from .storage import Form, declared_forms, quantization_header, scale_names
@@ -86,6 +90,7 @@ def read_checkpoint(
     stored: bool | None = None,
     layers: Iterable[int] | None = None,
     progress: Progress | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Config, Params]:
     """Read a checkpoint: ``config.json`` and one safetensors file, or several with an index.
 
@@ -96,32 +101,54 @@ def read_checkpoint(
         folder: of the checkpoint.
         dtype: of the weights in the result; by default the one that the configuration names. What the model keeps in
             F32 (mHC, sinks, position and selection biases) is F32 whatever this says.
-        stored: keep FP8 and FP4 weights as codes and scales; by default where no ``dtype`` is given.
+        stored: keep FP8 and FP4 weights as codes and scales; by default where no ``dtype`` is given. A part of the
+            weights is always expanded.
         layers: read these alone, in ascending order, as a model of their own. All by default.
         progress: called after each weight with (weights done, weights in all, name).
+        ranks: this process's place in a layout; it reads its part of the weights and no other. Default: alone.
     Returns:
         (config, params): the configuration as the file has it, or that of the layers chosen, and the weights on the
         CPU, in memory of their own.
     Raises:
         CheckpointError: files or tensors are missing, damaged, left over, misshapen, of a wrong type or without scales.
-        ConfigError: the configuration is not of a model that purestep can run, or has no such layers.
+        ConfigError: the configuration is not of a model that purestep can run, or not in this layout, or has no such
+            layers; or a part of the weights is to be kept stored.
         DtypeError: ``dtype`` is not a floating type of at least 16 bits.
     """
     where = Path(folder)
     raw = read_json(where / CONFIG_FILE)
     config = config_from_dict(raw)
+    ranks = ranks or Ranks()
+    check_layout(config, ranks.parallel)
+    if ranks.world.size > 1 and stored:
+        raise ConfigError(
+            "stored: expected False or None over several ranks, which expand their parts of the weights, got True",
+            field="stored",
+            expected=False,
+            got=stored,
+        )
     kept = getattr(torch, config.torch_dtype) if dtype is None else dtype
     if kept not in (*_DTYPES, torch.float64):
         raise DtypeError(f"dtype: expected bfloat16, float16, float32 or float64, got {kept}", field="dtype", got=kept)
+    if layers is not None and ranks.parallel.placement:
+        raise ConfigError(
+            "layers: expected all of them with a placement of experts, which is that of the whole model, got a choice",
+            field="layers",
+            expected=None,
+        )
     chosen = None if layers is None else checked_layers(config, layers)
     faults, shards = Faults(where), read_headers(where)
     found = match_tensors(config, shards, faults, declared=declared_forms(raw), layers=chosen).weights
     faults.raise_if_any()
     check_expert_tables(config, found, shards, faults)
     faults.raise_if_any()
-    weights = read_weights(
-        shards, found, leaf_shapes(config), kept, stored=dtype is None if stored is None else stored, progress=progress
-    )
+    keeps = dtype is None if stored is None else stored
+    weights: Mapping[str, Tensor | StoredWeight]
+    if ranks.world.size > 1:
+        cuts = partial(leaf_cuts, config, ranks)
+        weights = read_parts(shards, found, leaf_shapes(config), kept, cuts, progress=progress)
+    else:
+        weights = read_weights(shards, found, leaf_shapes(config), kept, stored=keeps, progress=progress)
     if shards.strays:
         names = ", ".join(shards.strays[:20])
         warnings.warn(
@@ -133,7 +160,7 @@ def read_checkpoint(
         moved = {moved_path(path, chosen): weight for path, weight in weights.items()}
         weights = {path: weight for path, weight in moved.items() if path is not None}
         config = slice_config(config, chosen)
-    return config, params_from_leaves(weights)
+    return config, placed_experts(params_from_leaves(weights), ranks.parallel)
 
 
 def official_tensors(config: Config, params: Params) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ from .layout import Kind, Piece
 from .shards import Shards
 from .storage import Form
 
-__all__ = ["Progress", "as_stored", "float_type", "official_blocks", "read_weights"]
+__all__ = ["Progress", "as_stored", "check_codes", "check_scales", "float_type", "official_blocks", "read_weights"]
 
 Progress = Callable[[int, int, str], None]
 
@@ -165,8 +165,8 @@ def _fill_floats(target: Tensor, found: Found, tensors: Mapping[str, Tensor], sh
         target.copy_(codes)
         return
     scales = tensors[found.scale]
-    _check_codes(found, codes, shards)
-    _check_scales(found, scales, shards)
+    check_codes(found, codes, shards)
+    check_scales(found, scales, shards)
     # A few rows at a time: numbers in f32 on their way may take more memory than the result.
     flat = target.view(-1, *target.shape[-2:])
     count = prod(target.shape[:-2])
@@ -182,11 +182,11 @@ def _fill_floats(target: Tensor, found: Found, tensors: Mapping[str, Tensor], sh
 def _fill_stored(target: StoredWeight, found: Found, tensors: Mapping[str, Tensor], shards: Shards) -> None:
     piece = found.piece
     if piece.name in tensors:
-        _check_codes(found, tensors[piece.name], shards)
+        check_codes(found, tensors[piece.name], shards)
         target.codes[piece.block].view(torch.uint8).copy_(tensors[piece.name].view(torch.uint8))
     if found.scale is not None and found.scale in tensors:
         scales = tensors[found.scale]
-        _check_scales(found, scales, shards)
+        check_scales(found, scales, shards)
         at, rows = _places(piece)
         if isinstance(target, Fp4Weight):
             place = target.scales[piece.block]
@@ -197,12 +197,12 @@ def _fill_stored(target: StoredWeight, found: Found, tensors: Mapping[str, Tenso
         place.view(torch.uint8).copy_(scales.view(torch.uint8))
 
 
-def _check_codes(found: Found, codes: Tensor, shards: Shards) -> None:
+def check_codes(found: Found, codes: Tensor, shards: Shards) -> None:
     if found.form == "fp8" and bool(((codes.view(torch.uint8) & _NAN) == _NAN).any()):
         raise _damaged(shards, found.piece.name, "e4m3 codes that are numbers")
 
 
-def _check_scales(found: Found, scales: Tensor, shards: Shards) -> None:
+def check_scales(found: Found, scales: Tensor, shards: Shards) -> None:
     is_f32 = scales.dtype is torch.float32
     is_bad = ~scales.isfinite() if is_f32 else scales.view(torch.uint8) == 255
     if bool(is_bad.any()):

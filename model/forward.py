@@ -18,6 +18,8 @@ from ..state.errors import RequestError
 from ..state.kv import KVLayout, KVState
 from . import ascend
 from .ascend import AscendOperands
+from .context import context_attention
+from .head import embed_ids
 from .layer import head_logits, layer
 from .model import Model
 from .paged import Rotations, paged_attention, rotations, write_rows
@@ -35,8 +37,7 @@ def embed_tokens(model: Model, batch: ForwardBatch) -> MHCState:
     Returns:
         All streams equal to the token embeddings.
     """
-    rows = model.ops.embed_rows(batch.input_ids, model.params.embed, 0)
-    return MHCState(streams=split_streams(rows, model.config.hc_mult))
+    return MHCState(streams=split_streams(embed_ids(model, batch.input_ids), model.config.hc_mult))
 
 
 Operands = Rotations | AscendOperands
@@ -73,13 +74,17 @@ def _run_layer(
     tables = batch.metadata.tables
 
     def attention(x: Tensor) -> Tensor:
+        if not x.shape[0]:  # an idle replica only takes part in what all replicas do
+            return x
+        if model.ranks.parallel.dcp > 1:
+            return context_attention(model, i, p.attn, x, buffers, layout, batch, operands, tap)
         if isinstance(operands, AscendOperands):
             return ascend.paged_attention(model, i, p.attn, x, buffers, layout, batch, operands, tap)
         return paged_attention(model, i, p.attn, x, buffers, layout, batch, operands, tap)
 
     if tables is not None and tables.live is not None:
-        return layer(model, p, streams, batch.input_ids, attention, _weightless(tap, tables.live))
-    return layer(model, p, streams, batch.input_ids, attention, tap)
+        tap = _weightless(tap, tables.live)
+    return layer(model, p, streams, batch.input_ids, attention, tap, batch.shares)
 
 
 def _weightless(tap: Tap, live: Tensor) -> Tap:
@@ -182,4 +187,4 @@ def run_model(
     if logits != "all":
         kept = batch.last_rows if logits == "last" else batch.last_rows[:0]
         streams = streams.index_select(0, kept)
-    return head_logits(model, streams)
+    return head_logits(model, streams, batch.shares)

@@ -10,10 +10,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..state.shares import RowShares
+from .expert_rows import run_experts
+from .head import vocabulary_logits
 from .model import Model
 from .params import LayerParams, MoEParams, StreamParams
 from .stages import Tap, untapped
-from .variants import activation_rows
 
 __all__ = ["head_logits", "layer", "mixture"]
 
@@ -36,7 +38,14 @@ def _around(
     return ops.update_streams(streams, sublayer(x), post, comb)
 
 
-def mixture(model: Model, p: MoEParams, x: Tensor, token_ids: Tensor, tap: Tap = untapped) -> Tensor:
+def mixture(
+    model: Model,
+    p: MoEParams,
+    x: Tensor,
+    token_ids: Tensor,
+    tap: Tap = untapped,
+    shares: RowShares | None = None,
+) -> Tensor:
     """Run the mixture of experts.
 
     Args:
@@ -45,6 +54,7 @@ def mixture(model: Model, p: MoEParams, x: Tensor, token_ids: Tensor, tap: Tap =
         x: float[...,T,H]. Normed sublayer input.
         token_ids: i64[...,T]. What hash layers route by.
         tap: of the layer. Expert ids that it changes are weighed anew from the router logits.
+        shares: what every replica brings, over several of them.
     Returns:
         float[...,T,H].
     Rounding: routed sum and shared expert added in f32, then one rounding.
@@ -59,13 +69,7 @@ def mixture(model: Model, p: MoEParams, x: Tensor, token_ids: Tensor, tap: Tap =
     else:
         ids, weights = ops.route_scored(logits, p.bias, config.num_experts_per_tok, _weight_factor(model))
     ids, weights = _tap_choice(model, logits, ids, weights, tap)
-    rows = activation_rows(model, x)
-    routed = ops.experts(rows, ids, weights, p.w13, p.w2, config.swiglu_limit)
-    if numerics.routing_weight == "summed":
-        routed = routed * config.routed_scaling_factor
-    limit = config.swiglu_limit if numerics.clamp_shared_expert else None
-    shared = ops.expert(rows, p.shared_w13, p.shared_w2, limit)
-    return (routed + shared.float()).to(x.dtype)
+    return run_experts(model, p, x, ids, weights, shares)
 
 
 def _weight_factor(model: Model) -> float:
@@ -90,6 +94,7 @@ def layer(
     token_ids: Tensor,
     attention: Callable[[Tensor], Tensor],
     tap: Tap = untapped,
+    shares: RowShares | None = None,
 ) -> Tensor:
     """Run one layer on the residual streams.
 
@@ -100,6 +105,7 @@ def layer(
         token_ids: i64[...,T].
         attention: float[...,T,H] -> float[...,T,H]; where the cached and the cache-free path differ.
         tap: of the layer.
+        shares: what every replica brings, over several of them.
     Returns:
         float[...,T,M,H].
     """
@@ -108,18 +114,19 @@ def layer(
         return tap("attn.output", attention(tap("attn.input", x)))
 
     def ffn(x: Tensor) -> Tensor:
-        return tap("ffn.output", mixture(model, p.ffn, tap("ffn.input", x), token_ids, tap))
+        return tap("ffn.output", mixture(model, p.ffn, tap("ffn.input", x), token_ids, tap, shares))
 
     streams = _around(model, p.hc_attn, p.attn_norm, tap("streams", streams), attn)
     return _around(model, p.hc_ffn, p.ffn_norm, tap("ffn.streams", streams), ffn)
 
 
-def head_logits(model: Model, streams: Tensor) -> Tensor:
+def head_logits(model: Model, streams: Tensor, shares: RowShares | None = None) -> Tensor:
     """Compute logits from the final streams.
 
     Args:
         model: the model.
         streams: float[...,T,M,H].
+        shares: what every replica brings, over several of them.
     Returns:
         f32[...,T,V].
     Rounding: f32 product of the rounded hidden row and head.
@@ -129,5 +136,4 @@ def head_logits(model: Model, streams: Tensor) -> Tensor:
         streams, p.hc_head.fn, p.hc_head.base, p.hc_head.scale, eps=config.hc_eps, norm_eps=config.rms_norm_eps
     )
     hidden = ops.rms_norm(ops.join_streams(streams, weights), p.norm, config.rms_norm_eps)
-    rows = hidden if model.numerics.head_rounding else hidden.float()
-    return ops.cut_vocabulary(ops.linear(rows, p.head.float()).float(), config.vocab_size)
+    return vocabulary_logits(model, hidden, shares)

@@ -22,9 +22,11 @@ from ..state.numerics import Numerics
 from ..state.parallel import Parallel
 from .ascend import kernel_params
 from .checkpoint import read_checkpoint
+from .fingerprint import fingerprint
 from .leaves import expanded, has_stored, params_from_leaves, weights_from_params
 from .model import Model
 from .params import Params
+from .ranks import Ranks, join_ranks
 from .stop_tokens import stop_tokens
 from .variants import numeric_ops
 
@@ -77,27 +79,29 @@ def load_model(
         kernels: "reference" or "fused", or "ascend", whose packages are then imported; default the fastest that the
             device and the numerics have.
         chip: generation of an Ascend device, "a2", "a3" or "a5"; with Ascend kernels, and only with them.
-        parallel: default one rank.
+        parallel: the layout over ranks, each of which calls this and reads its own part of the weights; default one
+            rank. More need ``torch.distributed.init_process_group`` before.
         stored: whether FP8 and FP4 weights stay so in memory and are expanded where they are used; default where no
-            ``dtype`` is given. Ascend kernels take expanded ones.
+            ``dtype`` is given. Ascend kernels, and parts of weights on several ranks, take expanded ones.
         layers: load these layers alone, such as ``range(0, 4)``, as a model of their own; default all.
         progress: called as (weights read, weights in all, name) while loading.
     Returns:
         The model.
     Raises:
         CheckpointError: parts are missing, damaged or of another model.
-        ConfigError: a setting that this version cannot honour.
+        ConfigError: a setting that this version cannot honour, or a layout of other ranks than there are.
+        RankError: other ranks did not come.
     """
-    parallel = parallel or Parallel()
+    ranks = join_ranks(parallel or Parallel())
     chosen = None if dtype is None else _dtype(dtype)
     folder = model_folder(path)
     keep = False if kernels == "ascend" else stored
-    config, params = read_checkpoint(folder, dtype=chosen, stored=keep, layers=layers, progress=progress)
+    config, params = read_checkpoint(folder, dtype=chosen, stored=keep, layers=layers, progress=progress, ranks=ranks)
     tokenizer_file = folder / "tokenizer.json"
     tokenizer = _read_tokenizer(tokenizer_file) if tokenizer_file.is_file() else None
     config = attrs.evolve(config, eos_token_id=stop_tokens(folder, config, tokenizer))
     dtype = chosen or _dtype(config.torch_dtype)
-    model = build_model(config, params, dtype=dtype, numerics=numerics, kernels=kernels, chip=chip)
+    model = build_model(config, params, dtype=dtype, numerics=numerics, kernels=kernels, chip=chip, ranks=ranks)
     return attrs.evolve(model, tokenizer=tokenizer)
 
 
@@ -109,6 +113,7 @@ def build_model(
     numerics: Numerics | None = None,
     kernels: str | None = None,
     chip: str | None = None,
+    ranks: Ranks | None = None,
 ) -> Model:
     """Put a model together from weights in memory.
 
@@ -119,10 +124,19 @@ def build_model(
         numerics: default as in ``load_model``.
         kernels: default as in ``load_model``.
         chip: as in ``load_model``.
+        ranks: this process's place in a layout, whose part ``params`` is; then all ranks call this together.
     Raises:
         ConfigError: settings that do not go together, or operators that are not what was recorded of them.
     """
+    ranks = ranks or Ranks()
     if kernels == "ascend":
+        if ranks.world.size > 1:
+            raise ConfigError(
+                f"parallel: expected one rank with Ascend kernels (they know no layouts), got {ranks.world.size}",
+                field="parallel",
+                expected=1,
+                got=ranks.world.size,
+            )
         return _ascend_model(config, _widened(expanded(params, dtype)), dtype, numerics, chip)
     if chip is not None:
         raise ConfigError(
@@ -135,12 +149,22 @@ def build_model(
             expected="int8_weights=False, mx_output=False, mx_experts=False",
             got=numerics,
         )
+    normalised = numerics is not None and numerics.probability_rounding == "normalised"
+    if ranks.parallel.dcp > 1 and numerics is not None and (numerics.invariant or normalised):
+        raise ConfigError(
+            "numerics: expected invariant=False and probabilities that are not normalised before they are rounded with "
+            "dcp, which sees a part of the entries at a time; use dcp=1",
+            field="numerics",
+            expected="invariant=False",
+            got=numerics,
+        )
     if numerics is None:
         numerics = Numerics.plain() if dtype is torch.float32 else Numerics.official()
     ops: Ops = kernel_table(kernels, params.embed.device.type, invariant=numerics.invariant)
     is_stored = has_stored(params)
     ops = numeric_ops(with_stored(ops) if is_stored else ops, numerics, dtype, is_stored=is_stored)
-    return Model(config=config, params=_widened(params), numerics=numerics, ops=ops, dtype=dtype)
+    model = Model(config=config, params=_widened(params), numerics=numerics, ops=ops, dtype=dtype, ranks=ranks)
+    return attrs.evolve(model, fingerprint=fingerprint(model)) if ranks.world.size > 1 else model
 
 
 def _ascend_model(

@@ -16,6 +16,7 @@ from ..state.kv import CacheForm
 from ..state.numerics import Numerics
 from .leaves import has_stored
 from .params import Params
+from .ranks import Ranks
 from .rotary import layer_frequencies
 
 __all__ = ["Model"]
@@ -31,6 +32,8 @@ class Model:
         numerics: rounding choices.
         ops: the kernel table, chosen once.
         dtype: of activations and caches.
+        ranks: this process's place in a layout; what ``params`` holds is this rank's part of the weights.
+        fingerprint: of the whole model, where ``params`` is a part of it; else None, and it follows from ``params``.
         tokenizer: a ``tokenizers.Tokenizer``, or None where the checkpoint has none.
         frequencies: compress ratio -> f32[R/2], rotary frequencies of that layer kind; they follow from the others.
         rounds_activations: whether rows that meet quantised weights are rounded; follows from the others.
@@ -41,6 +44,8 @@ class Model:
     numerics: Numerics
     ops: Ops
     dtype: torch.dtype
+    ranks: Ranks = attrs.field(factory=Ranks)
+    fingerprint: str | None = None
     tokenizer: Any = None
     frequencies: Mapping[int, Tensor] = attrs.field(init=False)
 

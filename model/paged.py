@@ -28,7 +28,16 @@ from .reading import GATHER_BUDGET, MIN_BLOCK, SCORE_BUDGET, entry_picks, gather
 from .rotary import turns
 from .stages import Tap, untapped
 
-__all__ = ["Rotations", "layer_rows", "paged_attention", "rotations", "write_rows"]
+__all__ = [
+    "ENTRIES",
+    "Rotations",
+    "compress_tokens",
+    "fold_tokens",
+    "layer_rows",
+    "paged_attention",
+    "rotations",
+    "write_rows",
+]
 
 ENTRIES: Final = ("swa", "c4", "c128")
 """Buffers whose rows attention reads."""
@@ -129,12 +138,12 @@ def paged_attention(
         assert p.compressor is not None, "a layer with a ratio has a compressor: the loader checks it"
         name = "c4" if ratio == C4_RATIO else "c128"
         turn_entries, plan = factors[ratio, "entries"], meta.compressors[ratio]
-        compress = _fold if layout.is_online and ratio == C128_RATIO else _compress
+        compress = fold_tokens if layout.is_online and ratio == C128_RATIO else compress_tokens
         compress(model, p.compressor, x, pools[name], view[f"{name}_state"], plan, turn_entries)
     if ratio == C4_RATIO:
         assert p.indexer is not None, "a ratio-4 layer has an indexer: the loader checks it"
         keys = key_pool(model, layout, view["index"])
-        _compress(model, p.indexer.compressor, x, keys, view["index_state"], plan, turn_entries)
+        compress_tokens(model, p.indexer.compressor, x, keys, view["index_state"], plan, turn_entries)
         picks = entry_picks(model, p.indexer, x, low, turn, keys, c4_page, batch, tap)
     parts = [] if meta.singles is None else [_attend_singles(model, p, q, picks, pools, ratio, c4_page, meta.singles)]
     parts += [_attend_chunk(model, p, q, picks, pools, ratio, chunk) for chunk in meta.chunks]
@@ -147,7 +156,7 @@ def layer_rows(buffers: Mapping[str, Tensor], layout: KVLayout, name: str, layer
     return buffers[name].narrow(0, layout.place(name, layer) * n_slots, n_slots)
 
 
-def _compress(
+def compress_tokens(
     model: Model,
     p: CompressorParams,
     x: Tensor,
@@ -156,7 +165,17 @@ def _compress(
     plan: CompressorMetadata,
     factors: Tensor,
 ) -> None:
-    """Write the entries that close in this step and the state that outlives it."""
+    """Write the entries that close in this step and the state that outlives it.
+
+    Args:
+        model: the model.
+        p: weights of the compressor.
+        x: float[T,H]. Normed sublayer input.
+        entries: the layer's entries.
+        state: f32[S,2*k*D]. The layer's pooling state.
+        plan: where it reads and writes.
+        factors: complex64[C,R/2] at the first position of every closing group.
+    """
     kv, scores = compressor_inputs(model, p, x, plan.phase)
     current = torch.cat((kv, scores), dim=-1)
     if plan.out_loc.shape[0]:
@@ -171,7 +190,7 @@ def _compress(
     state.index_copy_(0, plan.state_loc, current.index_select(0, plan.keep))
 
 
-def _fold(
+def fold_tokens(
     model: Model,
     p: CompressorParams,
     x: Tensor,

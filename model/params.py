@@ -1,7 +1,8 @@
 """The weights of one DeepSeek-V4 model as a pytree of frozen values.
 
 Field names follow the official checkpoint (``layers.3.attn.wq_a.weight`` is ``params.layers[3].attn.wq_a``); the routed
-experts of a layer are stacked. Every matrix is stored ``[out, in]``.
+experts of a layer are stacked. Every matrix is stored ``[out, in]``. Over several ranks each holds a part of some axes
+(``model/cuts.py``).
 
 Source: DeepSeek-V4 release, ``inference/model.py`` (names and shapes).
 """
@@ -125,6 +126,7 @@ class MoEParams:
         w2: float[E,H,F].
         shared_w13: float[2*F,H].
         shared_w2: float[H,F].
+        place: i64[E]. Place of every expert where whole experts are dealt to ranks in another order than by number.
     """
 
     gate: Tensor
@@ -134,6 +136,7 @@ class MoEParams:
     w2: Weight
     shared_w13: Weight
     shared_w2: Weight
+    place: Tensor | None = None
 
 
 @value

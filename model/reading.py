@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..state.batch import AttentionMetadata, ChunkMetadata, ForwardBatch, SingleMetadata
 from ..state.capacity import C4_RATIO
-from .attention import index_query, index_weights
+from .attention import entry_scores, index_query, index_weights
 from .model import Model
 from .params import IndexerParams
 from .pools import Pool
@@ -187,5 +187,5 @@ def _pick_chunk(
 
 def _best(model: Model, query: Tensor, stored: Tensor, weights: Tensor, visible: Tensor) -> Tensor:
     """Let the indexer choose: i64[...,T,P]."""
-    scores = model.ops.index_scores(query, stored, weights, rounding=model.numerics.index_score_rounding)
+    scores = entry_scores(model, query, stored, weights)
     return ordered_picks(model.ops.pick_entries(scores, visible, model.config.index_topk))

@@ -18,6 +18,7 @@ from ..ops.dispatch import DIFFERENTIABLE, Ops
 from ..ops.streams import split_streams
 from .attention import (
     compressor_inputs,
+    entry_scores,
     finish_entries,
     index_query,
     index_weights,
@@ -27,6 +28,7 @@ from .attention import (
     round_entries,
     round_index,
 )
+from .head import embed_ids
 from .layer import head_logits, layer
 from .leaves import expanded, has_stored
 from .model import Model
@@ -63,12 +65,8 @@ def _picked(model: Model, p: AttentionParams, x: Tensor, low: Tensor, visible: T
     assert indexer is not None, "a ratio-4 layer has an indexer: the loader checks it"
     factors = turns(torch.arange(x.shape[-2], device=x.device), frequencies, model.turn_dtype)
     keys = _entries(model, indexer.compressor, x, OVERLAP_RATIO, frequencies, index_key=True)
-    scores = model.ops.index_scores(
-        index_query(model, indexer, low, factors),
-        keys,
-        index_weights(model, indexer, x),
-        rounding=model.numerics.index_score_rounding,
-    )
+    query, weights = index_query(model, indexer, low, factors), index_weights(model, indexer, x)
+    scores = entry_scores(model, query, keys, weights)
     picks = model.ops.pick_entries(scores, visible, model.config.index_topk)
     n_entries = keys.shape[-2]
     # One extra column takes the -1 of missing picks.
@@ -118,7 +116,7 @@ def forward_sequence(model: Model, token_ids: Tensor, *, ops: Ops = DIFFERENTIAB
     params = model.params
     ops = numeric_ops(ops, model.numerics, model.dtype, is_stored=has_stored(params))
     model = attrs.evolve(model, ops=ops)
-    streams = split_streams(ops.embed_rows(token_ids, params.embed, 0), model.config.hc_mult)
+    streams = split_streams(embed_ids(model, token_ids), model.config.hc_mult)
     for stored, ratio in zip(params.layers, model.config.compress_ratios, strict=True):
         p = expanded(stored, model.dtype)
 

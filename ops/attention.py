@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["attend", "rounded_scores"]
+__all__ = ["attend", "attend_part", "merge_parts", "rounded_scores"]
 
 
 def attend(q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, *, scale: float, rounding: bool | str) -> Tensor:
@@ -48,6 +48,51 @@ def attend(q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, *, scale: float,
         weights = weights.to(q.dtype).float()
     out = (weights.flatten(-3, -2) @ wide).unflatten(-2, (-1, n_heads))
     return (out / total).to(q.dtype)
+
+
+def attend_part(q: Tensor, keys: Tensor, mask: Tensor, *, scale: float, rounding: bool) -> tuple[Tensor, Tensor]:
+    """Attend over some of the keys, without the sink: what ``merge_parts`` puts together.
+
+    Args:
+        q: float[...,T,N,D].
+        keys: float[...,X,D]. Some of the keys, or none.
+        mask: bool[...,T,X]. True keeps.
+        scale: of the dot products.
+        rounding: as in ``attend``.
+    Returns:
+        (out f32[...,T,N,D], the softmax over these keys alone, zero where there are none; lse f32[...,T,N], the
+        logarithm of their sum of exponentials, -inf where there are none).
+    """
+    n_heads = q.shape[-2]
+    wide = keys.float()
+    scores = (q.flatten(-3, -2).float() @ wide.transpose(-1, -2)).unflatten(-2, (-1, n_heads)) * scale
+    scores = torch.where(mask.unsqueeze(-2), scores, -torch.inf)
+    top = scores.amax(-1, keepdim=True) if keys.shape[-2] else scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    weights = (scores - top).exp()
+    total = weights.sum(-1, keepdim=True)
+    if rounding:
+        weights = weights.to(q.dtype).float()
+    out = (weights.flatten(-3, -2) @ wide).unflatten(-2, (-1, n_heads))
+    return torch.where(total > 0, out / total, 0.0), (top + total.log()).squeeze(-1)
+
+
+def merge_parts(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """Merge attention over disjoint sets of keys, and count the sink once.
+
+    ``o = sum_k exp(lse_k) out_k / (sum_k exp(lse_k) + exp(sink))``.
+
+    Args:
+        out: f32[A,...,T,N,D]. A parts, of ``attend_part``.
+        lse: f32[A,...,T,N].
+        sink: f32[N].
+    Returns:
+        f32[...,T,N,D].
+    """
+    top = torch.maximum(lse.amax(0), sink)
+    weights = (lse - top).exp()
+    total = weights.sum(0) + (sink - top).exp()
+    return (weights.unsqueeze(-1) * out).sum(0) / total.unsqueeze(-1)
 
 
 def rounded_scores(products: Tensor, scale: float, dtype: torch.dtype | None) -> Tensor:

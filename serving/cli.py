@@ -1,5 +1,5 @@
-"""The command line: generate, score, info, convert, make-tiny, kernels, profile, record, diff, trace, serve, chat,
-bench, bench-serve.
+"""The command line: generate, score, info, plan, convert, make-tiny, kernels, profile, record, diff, trace, serve,
+chat, bench, bench-serve.
 
 Standard output carries what was asked for and nothing else; progress, statistics and complaints go to standard error.
 
@@ -39,7 +39,7 @@ from rich.table import Table
 from tokenizers.decoders import DecodeStream
 from typer.core import TyperGroup
 
-from ..model.checkpoint import CheckpointNote
+from ..model.checkpoint import CheckpointNote, read_config
 from ..model.loading import load_model, model_folder
 from ..model.model import Model
 from ..model.shards import CONFIG_FILE
@@ -49,6 +49,7 @@ from ..ops.ascend.providers import installed_schemas
 from ..state.errors import ConfigError, PurestepError, RequestError
 from ..state.kv import CACHE_FORMS, CacheForm
 from ..state.numerics import Numerics
+from ..state.parallel import Parallel
 from ..state.sampling import SamplingParams
 from ..step.compare import compare_runs
 from ..step.generate import generate_tokens, prompt_ids
@@ -58,14 +59,19 @@ from .bench_decode import bench_table, draw_timings, time_decode
 from .checkpoint_tools import convert as convert_checkpoint
 from .checkpoint_tools import make_tiny as make_tiny_checkpoint
 from .checkpoint_tools import parse_layers
+from .chips import CHIPS
 from .costs import cache_costs
 from .info import info_tables, pairs_table, show_bytes
 from .kernel_report import kernel_device, kernel_table_view, machine_facts, report_fields, run_checks, verdict_table
 from .kernel_table import kernel_rows, load_packages, usable_providers
 from .load_plan import Endpoint, draw_arrivals, draw_prompts, read_prompts, read_tokenizer
 from .load_stats import load_tables, summarise
+from .plan_step import plan_step
+from .plan_table import plan_tables
+from .processes import join_processes
 from .profile import filled_state, profile_step, profile_table, write_trace
 from .records import diff_tables, read_pairs, read_run, record_run, row_independent
+from .released import RELEASED
 from .score import Score, score_text
 from .terminal import STDIN, decode_text, progress_bar, read_text, table_console, write_text
 from .trace_page import trace_page
@@ -236,6 +242,44 @@ def info(
     """Show a model's configuration, layers, parameters, files, cache sizes and the memory that it needs."""
     form = "plain" if caches is None else _form(caches)
     for table in info_tables(_folder(model), context=context, requests=requests, form=form):
+        table_console().print(table)
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str, typer.Option("--model", help='"v4-flash", "v4-pro", "tiny", or a folder with a config.json.')
+    ] = "v4-flash",
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks in all.")] = 16,
+    dp: Annotated[int, typer.Option(min=1, help="Replicas of the attention; the others of a replica share it.")] = 1,
+    ep: Annotated[bool, typer.Option("--ep", help="Deal whole experts to the ranks instead of slices.")] = False,
+    dcp: Annotated[bool, typer.Option("--dcp", help="Deal the caches to the ranks of a replica.")] = False,
+    dp_lm_head: Annotated[bool, typer.Option("--dp-lm-head", help="Split the head over a replica only.")] = False,
+    lm_head_all_to_all: Annotated[
+        bool, typer.Option("--lm-head-all-to-all", help="Exchange logits; where every rank is a replica.")
+    ] = False,
+    chip: Annotated[str, typer.Option(help="What a rank runs on: 910c (one die), h100 or h200.")] = "910c",
+    requests: Annotated[int, typer.Option(min=1, help="Requests that every replica decodes.")] = 8,
+    context: Annotated[int, typer.Option(min=2, help="Tokens of each.")] = 131072,
+    weights: Annotated[str, typer.Option(help="released (FP8 and FP4 with scales) or bf16.")] = "released",
+) -> None:
+    """Show what a decode step costs over many ranks, from a run on tensors without content."""
+    if chip not in CHIPS:
+        raise ConfigError(f"chip: expected one of {', '.join(CHIPS)}, got {chip!r}", field="chip")
+    if ranks % dp:
+        raise ConfigError(f"ranks: expected a multiple of dp = {dp}, got {ranks}", field="ranks")
+    config = RELEASED[model] if model in RELEASED else read_config(_folder(model))
+    parallel = Parallel(
+        tp=ranks // dp,
+        dp=dp,
+        ep=ranks if ep else 1,
+        moe="ep" if ep else "tp",
+        dcp=ranks // dp if dcp else 1,
+        dp_lm_head=dp_lm_head,
+        lm_head_all_to_all=lm_head_all_to_all,
+    )
+    found = plan_step(config, parallel, requests=requests, context=context, weights=weights)
+    for table in plan_tables(found, config, CHIPS[chip], chip):
         table_console().print(table)
 
 
@@ -503,6 +547,19 @@ def serve(
     chip: Chip = None,
     numerics: NumericsName = None,
     caches: Caches = None,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks that share one replica's attention; tp * dp in all.")] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="Replicas of the attention, with requests of their own.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Ranks that whole experts are dealt to: all of them, or 1.")] = 1,
+    dcp: Annotated[int, typer.Option(min=1, help="Ranks that caches are dealt to: all of a replica, or 1.")] = 1,
+    dp_lm_head: Annotated[bool, typer.Option("--dp-lm-head", help="Split the head over a replica only.")] = False,
+    lm_head_all_to_all: Annotated[
+        bool, typer.Option("--lm-head-all-to-all", help="Exchange logits where rows are equal; tp 1.")
+    ] = False,
+    sync_token_ids: Annotated[
+        bool,
+        typer.Option(envvar="SYNC_TOKEN_IDS_ACROSS_TP", help="Let a replica's ranks agree on every token."),
+    ] = False,
+    rank_timeout: Annotated[float, typer.Option(min=1, help="Seconds that a rank waits for the others.")] = 60.0,
     invariant: Annotated[
         bool, typer.Option("--invariant", help="Compute every row alone, bit for bit, whatever it is batched with.")
     ] = False,
@@ -531,9 +588,21 @@ def serve(
         bool, typer.Option("--debug-invariants", help="Check the whole state after every step; slow.")
     ] = False,
 ) -> None:
-    """Serve a model over HTTP, with the endpoints of OpenAI's interface."""
+    """Serve a model over HTTP, with the endpoints of OpenAI's interface; over several ranks, under torchrun."""
     startup, site, engine = (_optional(name) for name in ("startup", "protocol_site", "engine"))
-    loaded = _load(model, dtype, kernels, chip, numerics)
+    parallel = Parallel(
+        tp=tp,
+        dp=dp,
+        ep=ep,
+        moe="ep" if ep > 1 else "tp",
+        dcp=dcp,
+        dp_lm_head=dp_lm_head,
+        lm_head_all_to_all=lm_head_all_to_all,
+        sync_token_ids=sync_token_ids,
+        timeout_s=rank_timeout,
+    )
+    join_processes(parallel)
+    loaded = _load(model, dtype, kernels, chip, numerics, parallel)
     if invariant:
         loaded = row_independent(loaded, kernels)
     longest = loaded.config.max_position_embeddings
@@ -549,6 +618,9 @@ def serve(
         points=max_reused_prefixes,
         checks_invariants=debug_invariants,
     )
+    if loaded.ranks.world.rank:
+        _optional("rank_engine").serve_rank(loaded, limits)
+        return
     for field, given in (("api_key", api_key), ("served_model_name", served_model_name)):
         if given == "":
             raise RequestError(f"{field}: expected some text, got none; leave it out to have none", field=field)
@@ -763,12 +835,21 @@ def _form(name: str) -> CacheForm:
     raise ConfigError(f"caches: expected one of {names}, got {name!r}", field="caches", expected=names, got=name)
 
 
-def _load(name: str, dtype: str | None, kernels: str | None, chip: str | None, numerics: str | None = None) -> Model:
+def _load(
+    name: str,
+    dtype: str | None,
+    kernels: str | None,
+    chip: str | None,
+    numerics: str | None = None,
+    parallel: Parallel | None = None,
+) -> Model:
     _folder(name)
     chosen = None if numerics is None else Numerics.named(numerics)
     with warnings.catch_warnings(record=True) as notes, progress_bar("loading") as report:
         warnings.simplefilter("always", CheckpointNote)
-        model = load_model(name, dtype=dtype, numerics=chosen, kernels=kernels, chip=chip, progress=report)
+        model = load_model(
+            name, dtype=dtype, numerics=chosen, kernels=kernels, chip=chip, parallel=parallel, progress=report
+        )
         check_output(model)
     for note in notes:
         typer.echo(f"note: {note.message}", err=True)

@@ -24,16 +24,17 @@ from ..ops.sampling import token_logprobs
 from ..state.batch import StepOutput
 from ..state.capacity import Capacity
 from ..state.decode import DecodeState, find_request
-from ..state.errors import CapacityError, ConfigError, PurestepError, RequestError
+from ..state.errors import CapacityError, ConfigError, PurestepError, RankError, RequestError
 from ..state.invariants import check
 from ..state.kv import CacheForm
+from ..step.announce import CANNOT_BEGIN
 from ..step.extend import extend_step
 from ..step.requests import check_params, init_state
 from .asks import CONSTRAINT_ERROR, Ask, Ended, QueueFullError, Sampled, TokenLogprobs
 from .pool import Pool
 from .scheduler import UNIT, Arrived, Cancelled, Event, Limits, Plan, Rows, SchedulerState, Stepped, schedule
 
-__all__ = ["Engine", "EngineLimits", "EngineStatus", "Stream"]
+__all__ = ["Engine", "EngineLimits", "EngineStatus", "News", "Stream", "Turn", "Usage", "usage_of"]
 
 _POOL_PAGES: Final = {"full": "free_pages", "window": "free_swa_pages", "C128": "free_c128_pages", "rows": "free_rows"}
 
@@ -123,6 +124,32 @@ class EngineStatus:
     failure: str | None = None
 
 
+@attrs.frozen(kw_only=True)
+class Usage:
+    """What of a pool is in use.
+
+    Attributes:
+        running: keys of the requests that own rows.
+        pools: name -> (used, total) pages, or rows of the request table.
+        n_retracted: retractions since the start.
+    """
+
+    running: tuple[int, ...]
+    pools: Mapping[str, tuple[int, int]]
+    n_retracted: int
+
+
+def usage_of(scheduler: SchedulerState, pool: Pool) -> Usage:
+    """Say what of a pool is in use; reads host values alone."""
+    table, sizes = pool.state.table, pool.state.table.sizes
+    totals = {"full": sizes.pages, "window": sizes.swa_pages, "C128": sizes.c128_pages, "rows": sizes.requests}
+    return Usage(
+        running=tuple(job.key for job in scheduler.running),
+        pools={name: (totals[name] - len(getattr(table, free)), totals[name]) for name, free in _POOL_PAGES.items()},
+        n_retracted=scheduler.n_retracted,
+    )
+
+
 class Stream:
     """The reply to one ask: an async iterator of ``Sampled``, and ``Ended`` last."""
 
@@ -175,18 +202,36 @@ class _Reply:
 
 
 @attrs.frozen(eq=False, kw_only=True)
-class _Turn:
-    """What a turn led to; made in the worker thread.
+class News:
+    """What a turn has to tell; plain values, which travel between ranks.
 
     Attributes:
-        scheduler: the scheduler's state after it.
-        pool: the pool after it.
         said: (key, tokens or end) in order.
         prompt_logprobs: (key, first position, log-probabilities of prompt tokens from there on) where asked for.
+        n_cached: key -> prompt tokens taken over, of what runs.
         finished: keys that ended in the step.
         broken: keys that a failed step is to blame on.
         fed: tokens fed.
         is_idle: whether nothing ran.
+    """
+
+    said: tuple[tuple[int, Sampled | Ended], ...]
+    prompt_logprobs: tuple[tuple[int, int, tuple[TokenLogprobs, ...]], ...]
+    n_cached: Mapping[int, int]
+    finished: tuple[int, ...]
+    broken: tuple[int, ...]
+    fed: int
+    is_idle: bool
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Turn:
+    """A turn, as the worker thread makes it.
+
+    Attributes:
+        scheduler: the scheduler's state after it.
+        pool: the pool after it.
+        others: as in ``News``.
     """
 
     scheduler: SchedulerState
@@ -197,6 +242,19 @@ class _Turn:
     broken: tuple[int, ...] = ()
     fed: int = 0
     is_idle: bool = False
+
+    @property
+    def news(self) -> News:
+        """What it has to tell."""
+        return News(
+            said=self.said,
+            prompt_logprobs=self.prompt_logprobs,
+            n_cached={job.key: job.n_cached for job in self.scheduler.running},
+            finished=self.finished,
+            broken=self.broken,
+            fed=self.fed,
+            is_idle=self.is_idle,
+        )
 
 
 class _Fault(Exception):
@@ -293,22 +351,25 @@ class Engine:
 
     def status(self) -> EngineStatus:
         """Say what the engine is doing; reads host values alone."""
-        table, sizes = self._pool.state.table, self._pool.state.table.sizes
-        totals = {"full": sizes.pages, "window": sizes.swa_pages, "C128": sizes.c128_pages, "rows": sizes.requests}
-        handle = self._pool.state.kv.handle
-        running = sum(job.key in self._replies for job in self._scheduler.running)
+        handle, usages = self._pool.state.kv.handle, self._usages()
+        running = sum(key in self._replies for usage in usages for key in usage.running)
         return EngineStatus(
             running=running,
             waiting=len(self._replies) - running,
             pools={
-                name: (totals[name] - len(getattr(table, free)), totals[name]) for name, free in _POOL_PAGES.items()
+                name: (sum(usage.pools[name][0] for usage in usages), sum(usage.pools[name][1] for usage in usages))
+                for name in _POOL_PAGES
             },
             pool_bytes={name: _bytes_of(handle.spec(name)) for name in handle.names},
-            counters={**self._counters, "retractions": self._scheduler.n_retracted},
+            counters={**self._counters, "retractions": sum(usage.n_retracted for usage in usages)},
             seconds_since_progress=time.monotonic() - self._progress if self._replies else None,
             is_ready=self._is_open and self._task is not None and not self._task.done(),
             failure=self._failure,
         )
+
+    def _usages(self) -> Sequence[Usage]:
+        """Say what is in use, pool by pool; this engine has one."""
+        return (usage_of(self._scheduler, self._pool),)
 
     def _checked(self, ask: Ask) -> Ask:
         n, context, tokens = len(ask.prompt_ids), self.limits.context, self.limits.tokens
@@ -363,22 +424,28 @@ class Engine:
             self._progress = time.monotonic()
         events, self._events = self._events, []
         asks = {key: (reply.ask, reply.outputs) for key, reply in self._replies.items()}
-        work = asyncio.get_running_loop().run_in_executor(self._worker, self._turn, events, self._pool, asks)
+        work = asyncio.get_running_loop().run_in_executor(
+            self._worker, self._turn, self._scheduler, events, self._pool, asks
+        )
         self._accept(await asyncio.shield(work))
 
-    def _accept(self, turn: _Turn) -> None:
+    def _accept(self, turn: Turn) -> None:
         """Take over the state after a turn and tell the streams."""
         # Requests that came during the turn have put their parameters into the pool that the turn started from.
         open_params = {key: reply.ask.params for key, reply in self._replies.items()}
         self._pool = attrs.evolve(turn.pool, params=open_params)
         self._scheduler = turn.scheduler
+        self._tell(turn.news)
+
+    def _tell(self, turn: News) -> None:
+        """Tell the streams what a turn led to."""
         self._progress = time.monotonic()
         self._counters["steps"] += not turn.is_idle
         self._counters["fed_tokens"] += turn.fed
-        for job in self._scheduler.running:
-            reply = self._replies[job.key]
-            self._counters["cached_tokens"] += job.n_cached - reply.n_cached
-            reply.n_cached = job.n_cached
+        for key, n_cached in turn.n_cached.items():
+            reply = self._replies[key]
+            self._counters["cached_tokens"] += n_cached - reply.n_cached
+            reply.n_cached = n_cached
         for key, first, found in turn.prompt_logprobs:
             reply = self._replies[key]
             reply.prompt_logprobs = (*reply.prompt_logprobs[:first], *found)
@@ -403,7 +470,13 @@ class Engine:
             ]
             self._wake.set()
 
-    def _turn(self, events: Sequence[Event], pool: Pool, asks: Mapping[int, tuple[Ask, tuple[int, ...]]]) -> _Turn:
+    def _turn(
+        self,
+        scheduler: SchedulerState,
+        events: Sequence[Event],
+        pool: Pool,
+        asks: Mapping[int, tuple[Ask, tuple[int, ...]]],
+    ) -> Turn:
         """Plan and make one step; runs in the worker thread and changes nothing of the engine."""
         scheduler, plan = schedule(self._scheduler, events, pool)
         said: list[tuple[int, Sampled | Ended]] = [
@@ -411,10 +484,14 @@ class Engine:
         ]
         said += [(key, Ended(reason="error", error="the pools cannot hold this request")) for key in plan.failed]
         rows, pool = plan.rows, plan.view
-        turn = _Turn(scheduler=scheduler, pool=pool, said=tuple(said), prompt_logprobs=(), is_idle=not rows)
-        if rows:
+        turn = Turn(scheduler=scheduler, pool=pool, said=tuple(said), prompt_logprobs=(), is_idle=not rows)
+        if rows or self.model.ranks.world.size > 1:  # what is idle takes part in the step of the other replicas
             try:
                 turn = self._stepped(turn, plan, asks)
+            except RankError as error:
+                if error.field != CANNOT_BEGIN:
+                    raise
+                # Nothing was stepped anywhere, and these requests are not to blame: the next turn tries again.
             except Exception as error:
                 broken = _broken_keys(error, pool, rows)
                 ends = ((key, Ended(reason="error", error=_say(error))) for key in broken)
@@ -424,7 +501,7 @@ class Engine:
             raise RuntimeError(f"engine: the state is unsound: {wrong[0]}")
         return turn
 
-    def _stepped(self, turn: _Turn, plan: Plan, asks: Mapping[int, tuple[Ask, tuple[int, ...]]]) -> _Turn:
+    def _stepped(self, turn: Turn, plan: Plan, asks: Mapping[int, tuple[Ask, tuple[int, ...]]]) -> Turn:
         """Make the step of a plan."""
         pool, rows = plan.view, plan.rows
         state, out, logits_of = self._step(plan, asks)

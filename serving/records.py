@@ -79,10 +79,12 @@ def row_independent(model: Model, kernels: str | None) -> Model:
         model: the model.
         kernels: the kernels that were asked for.
     Raises:
-        ConfigError: kernels that do not keep this promise.
+        ConfigError: kernels, or caches dealt to ranks, that do not keep this promise.
     """
     numerics = attrs.evolve(model.numerics, invariant=True)
-    alone = build_model(model.config, model.params, dtype=model.dtype, numerics=numerics, kernels=kernels)
+    alone = build_model(
+        model.config, model.params, dtype=model.dtype, numerics=numerics, kernels=kernels, ranks=model.ranks
+    )
     return attrs.evolve(alone, tokenizer=model.tokenizer)
 
 

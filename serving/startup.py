@@ -18,6 +18,7 @@ from ..model.scratch import step_scratch
 from .engine import Engine, EngineLimits
 from .info import show_bytes
 from .protocol_site import Settings
+from .rank_engine import RankedEngine
 from .server import build_app, serve
 
 __all__ = ["log_line", "memory_table", "run_server"]
@@ -48,7 +49,7 @@ def run_server(
 async def _run(
     model: Model, limits: EngineLimits, settings: Settings, host: str, port: int, show: Callable[[Table], None]
 ) -> None:
-    engine = Engine(model, limits)
+    engine = RankedEngine(model, limits) if model.ranks.world.size > 1 else Engine(model, limits)
     app = build_app(model, engine, settings)
     show(memory_table(model, limits, engine.status().pool_bytes))
     until, loop = asyncio.Event(), asyncio.get_running_loop()

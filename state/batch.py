@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .captured import Captured
 from .paged_tables import AscendTables
+from .shares import RowShares
 from .values import value
 
 __all__ = [
@@ -223,6 +224,7 @@ class ForwardBatch:
         out_cache_loc_virtual: i64[T], only where a translation took place.
         last_rows: i64[B]. Token row of each request's last token.
         metadata: what the layers read and write by.
+        shares: what every replica of a layout over ranks brings; None on one rank.
     """
 
     forward_mode: ForwardMode
@@ -238,6 +240,7 @@ class ForwardBatch:
     out_cache_loc_virtual: Tensor | None
     last_rows: Tensor
     metadata: AttentionMetadata
+    shares: RowShares | None = None
 
 
 @value

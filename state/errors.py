@@ -14,6 +14,7 @@ __all__ = [
     "ConfigError",
     "DtypeError",
     "PurestepError",
+    "RankError",
     "RequestError",
     "ShapeError",
     "StateBusyError",
@@ -59,6 +60,10 @@ class CheckpointError(PurestepError, RuntimeError):
 
 class CapacityError(PurestepError, RuntimeError):
     """A pool is too small for what was asked; nothing was changed."""
+
+
+class RankError(PurestepError, RuntimeError):
+    """Another rank is lost or late, could not go on, or has decided otherwise; no rank has a new state."""
 
 
 class StateBusyError(PurestepError, RuntimeError):

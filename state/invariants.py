@@ -38,7 +38,7 @@ C20              about picks, which no state holds; a test of the operator
 T05              in ``VIEW``: making a view leaves the batch's slots as they are
 B01-B03          about filter and merge: a batch is made anew for every step, from the requests' rows (L12, H04)
 B06-B08          about padding rows: batches have none
-B09, B10, M09    about several ranks; so are M10, M13, H01-H03, H05, H06, S07, S08
+B09, B10, M09    about several ranks, and tested over them; so are M10, M13, H01-H03, H05, H06, S07, S08
 M11              about padding rows again
 B11, B12         about the choice of whom to retract, which is a scheduler's
 E04, E06         about a prefix tree

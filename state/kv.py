@@ -119,6 +119,8 @@ class KVLayout:
         places: index of every layer within its kind (in the ratio-4 or ratio-128 buffers).
         form: how they are stored.
         dtype: of entries that are not quantised.
+        ways: ranks that every page of entries is dealt to, a block each; pooling state is whole on all of them.
+        share: which of them this is.
     """
 
     sizes: PoolSizes
@@ -126,6 +128,8 @@ class KVLayout:
     places: tuple[int, ...]
     form: CacheForm = "plain"
     dtype: torch.dtype = torch.float32
+    ways: int = 1
+    share: int = 0
 
     @property
     def has_fp8_rows(self) -> bool:
@@ -158,13 +162,27 @@ class KVLayout:
 
     @classmethod
     def of(
-        cls, config: Config, sizes: PoolSizes, form: CacheForm = "plain", dtype: torch.dtype = torch.float32
+        cls,
+        config: Config,
+        sizes: PoolSizes,
+        form: CacheForm = "plain",
+        dtype: torch.dtype = torch.float32,
+        ways: int = 1,
+        share: int = 0,
     ) -> KVLayout:
         """Lay out the caches of a model.
 
         Raises:
-            ConfigError: the kernels that read them do not take such pages.
+            ConfigError: the kernels that read them do not take such pages, or pages cannot be dealt evenly.
         """
+        if sizes.page_size % (C4_RATIO * ways) or C128_PAGE % ways:
+            raise ConfigError(
+                f"page_size: expected a multiple of {C4_RATIO * ways} to deal pages to {ways} ranks (a divisor of "
+                f"{C128_PAGE}), got {sizes.page_size}",
+                field="page_size",
+                expected=f"multiple of {C4_RATIO * ways}",
+                got=sizes.page_size,
+            )
         step = BLOCK_ROWS * C4_RATIO
         if form in ("ascend", "packed") and (sizes.page_size % step or sizes.page_size > MAX_BLOCK):
             raise ConfigError(
@@ -179,7 +197,8 @@ class KVLayout:
         for ratio in config.compress_ratios:
             places.append(seen[ratio])
             seen[ratio] += 1
-        return cls(sizes=sizes, kinds=tuple(config.compress_ratios), places=tuple(places), form=form, dtype=dtype)
+        kinds = tuple(config.compress_ratios)
+        return cls(sizes=sizes, kinds=kinds, places=tuple(places), form=form, dtype=dtype, ways=ways, share=share)
 
     def n_layers(self, name: str) -> int:
         """Layers that a buffer holds."""
@@ -190,19 +209,43 @@ class KVLayout:
         return self.kinds.count(C128_RATIO if name.startswith("c128") else C4_RATIO)
 
     def n_slots(self, name: str) -> int:
-        """Slots of a buffer per layer, sink page included."""
+        """Slots of a buffer per layer on this rank, sink page included."""
         sizes = self.sizes
         match name:
             case "swa":
-                return (sizes.swa_pages + 1) * sizes.page_size
+                return (sizes.swa_pages + 1) * self.block(name)
             case "c4" | "index" | "index_scale":
-                return (sizes.pages + 1) * sizes.c4_page
+                return (sizes.pages + 1) * self.block(name)
             case "c128":
-                return (sizes.c128_pages + 1) * C128_PAGE
+                return (sizes.c128_pages + 1) * self.block(name)
             case "c4_state" | "index_state":
                 return _state_rows(sizes.swa_pages * C4_RING, C4_RING, C4_RATIO)
         assert name == "c128_state", f"no buffer is called {name!r}"
         return _state_rows(sizes.requests * self.c128_ring, self.c128_ring, self.c128_ring)
+
+    def block(self, name: str) -> int:
+        """Slots of a page of entries on this rank."""
+        whole = self.sizes.page_size if name == "swa" else C128_PAGE if name == "c128" else self.sizes.c4_page
+        return whole // self.ways
+
+    def is_here(self, name: str, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell which slots lie on this rank: of every page the rank's block, and all of a pooling state."""
+        if self.ways == 1 or name.endswith("_state"):
+            return np.ones(slots.shape, bool)
+        return slots // self.block(name) % self.ways == self.share
+
+    def local(self, name: str, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Find where slots lie on this rank; those that do not are sent to the sink."""
+        if self.ways == 1 or name.endswith("_state"):
+            return slots
+        block = self.block(name)
+        rows = slots // (block * self.ways) * block + slots % block
+        return np.where(self.is_here(name, slots), rows, 0)
+
+    def rows(self, name: str, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """List the buffer rows of those slots that lie on this rank, in every layer, layer-major."""
+        mine = self.local(name, slots[self.is_here(name, slots)])
+        return (np.arange(self.n_layers(name))[:, None] * self.n_slots(name) + mine).reshape(-1)
 
     def dummy(self, name: str) -> int:
         """Slot of the dummy row of a state buffer."""
@@ -295,6 +338,8 @@ def init_kv(
     device: torch.device,
     form: CacheForm = "plain",
     key_dtype: torch.dtype | None = None,
+    ways: int = 1,
+    share: int = 0,
 ) -> KVState:
     """Allocate empty caches.
 
@@ -305,10 +350,12 @@ def init_kv(
         device: where they lie.
         form: how they are stored.
         key_dtype: of index keys, where they are not quantised; default ``dtype``.
+        ways: ranks that entries are dealt to.
+        share: which of them this is.
     Returns:
         Zeroed pools and states of (value 0, score -inf).
     """
-    layout = KVLayout.of(config, sizes, form, dtype)
+    layout = KVLayout.of(config, sizes, form, dtype, ways, share)
     buffers = {}
     for name, (width, kind) in row_specs(config, form, dtype, key_dtype).items():
         n_rows = layout.n_layers(name) * layout.n_slots(name)

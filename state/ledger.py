@@ -213,8 +213,7 @@ def digest_rows(ledger: Ledger, holding: Holding) -> bytes:
     for buffer, slots in live_rows(ledger, holding).items():
         n_layers = kv.layout.n_layers(buffer)
         if n_layers and len(slots):
-            firsts = np.arange(n_layers)[:, None] * kv.layout.n_slots(buffer)
-            found.update(_bytes(kv.handle.rows(buffer, torch.from_numpy((firsts + slots).reshape(-1)))))
+            found.update(_bytes(kv.handle.rows(buffer, torch.from_numpy(kv.layout.rows(buffer, slots)))))
     return found.digest()
 
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from ..model.model import Model
 from ..state.decode import DecodeState
 from ..state.errors import ConfigError
+from .announce import told_to_ranks
 
 __all__ = ["owned_step"]
 
@@ -22,6 +23,15 @@ def owned_step(model: Model, state: DecodeState) -> Iterator[None]:
     Raises:
         ConfigError: the state was made for another configuration, other numerics, another dtype or other kernels.
     """
+    with told_to_ranks(model):
+        _check_fit(model, state)
+    with ExitStack() as stack:
+        for handle in (state.table.handle, state.kv.handle):
+            stack.enter_context(handle.exclusive())
+        yield
+
+
+def _check_fit(model: Model, state: DecodeState) -> None:
     held = state.kv.dtype
     if state.config is not model.config and state.config != model.config:
         raise ConfigError(
@@ -46,7 +56,3 @@ def owned_step(model: Model, state: DecodeState) -> Iterator[None]:
             got=held,
         )
     model.require_form(state.kv.layout.form)
-    with ExitStack() as stack:
-        for handle in (state.table.handle, state.kv.handle):
-            stack.enter_context(handle.exclusive())
-        yield

@@ -29,6 +29,7 @@ from ..model.forward import forward
 from ..model.model import Model
 from ..state.batch import ForwardBatch, ScheduleBatch, StepOutput
 from ..state.decode import DecodeState
+from .announce import agreement, announce_step, runs_elsewhere, told_to_ranks
 from .border import owned_step
 from .commit import commit_tokens
 from .edits import Edits
@@ -60,6 +61,9 @@ def decode_step(
     A request that ``only`` names and that has nothing to feed (after an intermediate chunk, or a cut at a reuse point)
     is fed its last tokens again.
 
+    Over several ranks all of them step together, each with the state of its replica. A replica with nothing to run
+    takes part all the same, and its state stays what it was.
+
     Args:
         model: the model.
         state: before the step; it keeps its content and may be stepped again.
@@ -75,6 +79,7 @@ def decode_step(
     Returns:
         (state, out): the next state; the row's sampled token, logits f32[B,V], logprobs, who has finished, captures.
     Raises:
+        RankError: another rank is lost or late, could not begin its step or has decided otherwise; nothing was changed.
         RequestError: an unknown, finished or repeated request, or one without tokens; an unknown stage; a forced choice
             that the token cannot make.
         ShapeError: an edited row or a record of the wrong shape or dtype.
@@ -82,13 +87,17 @@ def decode_step(
     """
     with owned_step(model, state):
         before = state
-        state, batch = begin_decode(state, only, force)
-        taps = step_taps(state, batch, capture=capture, replay=replay, edit=edit)
-        if not batch.request_ids:  # nothing runs: nothing changes
+        with told_to_ranks(model):
+            state, batch = begin_decode(state, only, force)
+            taps = step_taps(state, batch, capture=capture, replay=replay, edit=edit)
+        shares = announce_step(model, state, batch, mask=mask)
+        if not batch.request_ids and not runs_elsewhere(shares):  # nothing runs: nothing changes
             return before, empty_output(model)
-        view = forward_batch(state, batch, rowwise=model.numerics.invariant)
+        view = forward_batch(state, batch, rowwise=model.numerics.invariant, shares=shares)
         kv, logits = forward(model, state.kv, view, tap=taps.tap)
-        state, out = finish_step(attrs.evolve(state, kv=kv), batch, view, logits, mask)
+        if not batch.request_ids:  # this replica was idle
+            return before, empty_output(model)
+        state, out = finish_step(model, attrs.evolve(state, kv=kv), batch, view, logits, mask)
         return state, attrs.evolve(out, captured=taps.record(logits, "last"))
 
 
@@ -117,6 +126,7 @@ def empty_output(model: Model) -> StepOutput:
 
 
 def finish_step(
+    model: Model,
     state: DecodeState,
     batch: ScheduleBatch,
     view: ForwardBatch,
@@ -126,6 +136,7 @@ def finish_step(
     """Sample, relay and commit: what decode and extend end with.
 
     Args:
+        model: the model.
         state: after the forward.
         batch: the step.
         view: its model view.
@@ -140,7 +151,8 @@ def finish_step(
         logits, positions = logits.index_select(0, rows), positions.index_select(0, rows)
         mask = {i: bits for i, bits in (mask or {}).items() if i in ids or i not in batch.request_ids}
     stops = state.config.eos_token_id
-    sampling, next_ids = sample(logits, state.sampling, ids, positions, stop_token_ids=stops, mask=mask)
+    agree = agreement(model.ranks, is_constrained=bool(mask))
+    sampling, next_ids = sample(logits, state.sampling, ids, positions, stop_token_ids=stops, mask=mask, agree=agree)
     state = relay(attrs.evolve(state, sampling=sampling), batch, next_ids)
     state, finished, sampled = commit_tokens(state, next_ids)
     out = StepOutput(

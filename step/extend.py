@@ -17,6 +17,7 @@ from ..model.model import Model
 from ..state.batch import StepOutput
 from ..state.decode import DecodeState
 from ..state.errors import RequestError
+from .announce import announce_step, runs_elsewhere, told_to_ranks
 from .border import owned_step
 from .commit import commit
 from .decode import empty_output, finish_step
@@ -49,7 +50,7 @@ def extend_step(
     A request with a pending token is fed that token first, then the given ids, so an empty chunk decodes it. With a
     ``limit`` a long text is fed in chunks beside decoding rows: give all of its ids once and then empty chunks; what is
     left over stays with the request, and it samples in the step that feeds its last token. An empty chunk on a request
-    with nothing left to feed feeds its last tokens again.
+    with nothing left to feed feeds its last tokens again. Over several ranks all step together; see ``decode_step``.
 
     Args:
         model: the model.
@@ -67,6 +68,7 @@ def extend_step(
         (state, out): the next state; sampled tokens, logits, logprobs, who has finished, captures. Requests with tokens
             left over are not among ``out.request_ids``.
     Raises:
+        RankError: another rank is lost or late, could not begin its step or has decided otherwise; nothing was changed.
         RequestError: unknown or finished request, one without tokens, ids outside the vocabulary; an unknown stage; a
             forced choice that the token cannot make.
         ShapeError: an edited row or a record of the wrong shape or dtype.
@@ -78,18 +80,22 @@ def extend_step(
         )
     with owned_step(model, state):
         before = state
-        state = refeed_last(state, _empty_chunks(tokens))
-        state, batch = prepare_extend(state, tokens, limit=limit)
-        taps = step_taps(state, batch, capture=capture, replay=replay, edit=edit)
-        if not batch.request_ids:  # nothing runs: nothing changes
-            return before, empty_output(model)
-        view = forward_batch(state, batch, rowwise=model.numerics.invariant)
         kept: Literal["last", "all", "none"] = logits if sample or logits == "all" else "none"
+        with told_to_ranks(model):
+            state = refeed_last(state, _empty_chunks(tokens))
+            state, batch = prepare_extend(state, tokens, limit=limit)
+            taps = step_taps(state, batch, capture=capture, replay=replay, edit=edit)
+        shares = announce_step(model, state, batch, logits=kept, mask=mask if sample else None)
+        if not batch.request_ids and not runs_elsewhere(shares):  # nothing runs: nothing changes
+            return before, empty_output(model)
+        view = forward_batch(state, batch, rowwise=model.numerics.invariant, shares=shares)
         kv, out_logits = forward(model, state.kv, view, logits=kept, tap=taps.tap)
+        if not batch.request_ids:  # this replica was idle
+            return before, empty_output(model)
         state, captured = attrs.evolve(state, kv=kv), taps.record(out_logits, kept)
         if sample:
             last = out_logits if logits == "last" else out_logits.index_select(0, view.last_rows)
-            state, out = finish_step(state, batch, view, last, mask)
+            state, out = finish_step(model, state, batch, view, last, mask)
             return state, attrs.evolve(out, logits=out_logits if logits == "all" else out.logits, captured=captured)
         state, finished = commit(state, None)
         out = StepOutput(

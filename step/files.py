@@ -40,6 +40,7 @@ from .records import (
     request_record,
     request_tensors,
     require_model,
+    require_whole,
     sampling_record,
 )
 from .relay import put_token
@@ -63,8 +64,10 @@ def save_state(state: DecodeState, path: str | PathLike[str]) -> None:
     Raises:
         StateBusyError: a step is launched and not committed.
         CheckpointError: the path is a file.
+        ConfigError: this rank holds a part of the caches only (``dcp``).
     """
     require_committed(state)
+    require_whole(state.kv.layout.ways)
     records = {
         "model": model_record(state),
         "page_size": state.table.sizes.page_size,
@@ -96,7 +99,9 @@ def restore_state(model: Model, path: str | PathLike[str]) -> DecodeState:
     Raises:
         CheckpointError: files are missing, cut, altered, of another version, or of another model.
         CapacityError: there is no memory for pools of the saved sizes.
+        ConfigError: a rank of this model holds a part of the caches only (``dcp``).
     """
+    require_whole(model.ranks.parallel.dcp)
     with open_folder(path, KIND) as stored:
         empty = _empty(model, stored.records, torch.device("meta"))
         form = empty.kv.layout.form if empty.kv.layout.form in model.cache_forms else model.cache_form

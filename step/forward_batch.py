@@ -14,6 +14,7 @@ from ..state.batch import ForwardBatch, ScheduleBatch
 from ..state.decode import DecodeState
 from ..state.errors import ConfigError
 from ..state.ids import Layout, PlainLayout, VirtualLoc
+from ..state.shares import RowShares
 from ..state.table import read_table
 from .ascend import ascend_metadata
 from .metadata import attention_metadata, token_positions
@@ -28,6 +29,7 @@ def forward_batch(
     layout: Layout | None = None,
     rowwise: bool = False,
     bucket: int | None = None,
+    shares: RowShares | None = None,
 ) -> ForwardBatch:
     """Build the model's view of a prepared step.
 
@@ -38,6 +40,7 @@ def forward_batch(
         rowwise: as in ``attention_metadata``; what a model with ``numerics.invariant`` needs.
         bucket: rows to pad a decode to, for caches that Ascend kernels read; what the model computes with is then as
             long as the bucket, and what says which requests run is not.
+        shares: what every replica brings to the step, over several ranks (``announce_step``).
     Returns:
         Index tensors on the model's device; ``positions == seq_lens - 1`` in a decode.
     Raises:
@@ -82,6 +85,7 @@ def forward_batch(
         out_cache_loc_virtual=virtual if layout.is_translating else None,
         last_rows=torch.from_numpy(last_rows).to(device),
         metadata=metadata,
+        shares=shares,
     )
 
 

@@ -245,4 +245,4 @@ def graph_decode_step(
         else:
             view = forward_batch(state, batch, bucket=graph.bucket)
             kv, logits = graph_forward(graph, state.kv, view)
-        return finish_step(attrs.evolve(state, kv=kv), batch, view, logits, mask)
+        return finish_step(model, attrs.evolve(state, kv=kv), batch, view, logits, mask)

@@ -98,9 +98,11 @@ def attention_metadata(
     rows, positions = tokens = token_positions(batch)
     lens = batch.extend_lens
     starts = lens.cumsum() - lens
+    # Where other ranks hold parts of them, keys lie in no order that the tokens of a chunk could share.
+    rowwise = rowwise or layout.ways > 1
     single = np.arange(len(rows)) if rowwise else starts[lens == 1]
     return AttentionMetadata(
-        swa_loc=reader.tensor(batch.out_cache_loc_dsv4.out_swa_loc),
+        swa_loc=reader.tensor(layout.local("swa", batch.out_cache_loc_dsv4.out_swa_loc)),
         compressors=compressor_metadata(reader, batch, tokens),
         singles=_singles(reader, batch, rows, positions, single, window, rowwise) if len(single) else None,
         chunks=tuple(
@@ -146,7 +148,7 @@ def _c4(reader: Reader, batch: ScheduleBatch, rows: Ints, positions: Ints) -> Co
         positions,
         ratio=C4_RATIO,
         n_members=2 * C4_RATIO,
-        out_loc=batch.out_cache_loc_dsv4.out_c4_loc,
+        out_loc=reader.layout.local("c4", batch.out_cache_loc_dsv4.out_c4_loc),
         dummy=reader.layout.dummy("c4_state"),
         slots=slots,
         keep=keep,
@@ -168,7 +170,7 @@ def _c128(reader: Reader, batch: ScheduleBatch, rows: Ints, positions: Ints) -> 
         positions,
         ratio=C128_RATIO,
         n_members=C128_RATIO,
-        out_loc=batch.out_cache_loc_dsv4.out_c128_loc,
+        out_loc=reader.layout.local("c128", batch.out_cache_loc_dsv4.out_c128_loc),
         dummy=reader.layout.dummy("c128_state"),
         slots=slots,
         keep=keep,
@@ -251,6 +253,8 @@ def _singles(
     past = seq[:, None] - np.arange(width, 0, -1)
     mask = past >= 0
     loc = np.where(mask, reader.swa_loc(pool_rows[:, None], np.maximum(past, 0)), 0)
+    if reader.layout.ways > 1:
+        loc, mask = _own_window(reader.layout, loc, mask)
     n_c4, n_c128 = int(seq.max()) // C4_RATIO, int(seq.max()) // C128_RATIO
     firsts = np.arange(-(-n_c4 // sizes.c4_page)) * sizes.page_size
     held = firsts < seq[:, None]
@@ -269,6 +273,15 @@ def _singles(
         n_c4=n_c4,
         n_c128=n_c128,
     )
+
+
+def _own_window(layout: KVLayout, loc: Ints, mask: NDArray[np.bool_]) -> tuple[Ints, NDArray[np.bool_]]:
+    """Keep the window slots that lie on this rank, packed to the left: (i64[B,W], bool[B,W])."""
+    is_own = mask & layout.is_here("swa", loc)
+    width = max(1, int(is_own.sum(1).max()))
+    order = np.argsort(~is_own, axis=1, kind="stable")[:, :width]
+    packed = np.take_along_axis(is_own, order, 1)
+    return np.where(packed, np.take_along_axis(layout.local("swa", loc), order, 1), 0), packed
 
 
 def _chunk(reader: Reader, batch: ScheduleBatch, i: int, start: int, window: int) -> ChunkMetadata:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..state.config_reading import config_to_dict
 from ..state.decode import DecodeState, Request
-from ..state.errors import CheckpointError, RequestError
+from ..state.errors import CheckpointError, ConfigError, RequestError
 from ..state.numerics import Numerics
 from ..state.sampling import SEED_LIMIT, SamplingParams, SamplingRow, check_vocabulary
 from ..state.tokens import TokenLog
@@ -30,6 +30,7 @@ __all__ = [
     "request_record",
     "request_tensors",
     "require_model",
+    "require_whole",
     "sampling_record",
 ]
 
@@ -43,6 +44,24 @@ def model_record(state: DecodeState) -> dict[str, Any]:
         "numerics": attrs.asdict(state.numerics),
         "caches": state.kv.layout.form,
     }
+
+
+def require_whole(ways: int) -> None:
+    """Refuse caches of which this rank holds a part.
+
+    Args:
+        ways: ranks that they are dealt to.
+    Raises:
+        ConfigError: more than one.
+    """
+    if ways > 1:
+        raise ConfigError(
+            f"state: expected caches that are whole on every rank, got a part of them (dcp={ways}); requests and "
+            "states with dealt caches cannot be saved or moved: load the model with Parallel(dcp=1)",
+            field="dcp",
+            expected=1,
+            got=ways,
+        )
 
 
 def require_model(expected: Mapping[str, Any], found: Mapping[str, Any], where: Path | str) -> None:

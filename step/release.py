@@ -142,8 +142,7 @@ def release_row(state: DecodeState, request: Request) -> DecodeState:
 
 def layer_rows(kv: KVState, name: str, slots: Ints) -> torch.Tensor:
     """Return the buffer rows of ``slots`` in every layer, layer-major."""
-    firsts = np.arange(kv.layout.n_layers(name))[:, None] * kv.layout.n_slots(name)
-    return torch.from_numpy((firsts + slots).reshape(-1)).to(kv.device)
+    return torch.from_numpy(kv.layout.rows(name, slots)).to(kv.device)
 
 
 def _cleared_ring(kv: KVState, row: int) -> KVState:

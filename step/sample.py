@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -40,6 +40,7 @@ def sample(
     *,
     stop_token_ids: tuple[int, ...],
     mask: Mapping[int, Tensor] | None = None,
+    agree: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[SamplingState, Tensor]:
     """Sample one token for each row and count it.
 
@@ -56,6 +57,8 @@ def sample(
         stop_token_ids: the model's own stop tokens, held back like the request's own until ``min_new_tokens``, whether
             or not the request ignores them afterwards.
         mask: by request id, i32[K] or i32[1,K] with K = ceil(V / 32): packed tokens, lowest bit first, 1 = allowed.
+        agree: makes one choice of those of several ranks, i64[B] -> i64[B]; called on every rank, before anything is
+            counted.
     Returns:
         (sampling, ids i64[B]): each row's ``n_outputs`` is one more and its token counted; -1 for a row with NaN.
     Raises:
@@ -71,7 +74,11 @@ def sample(
         ids = pick_greedy(logits)
     else:
         ids = _choose(_adjust(logits, rows, stop_token_ids, mask or {}), rows, positions)
-    return observe_outputs(sampling, request_ids, ids), ids.masked_fill(logits.amax(-1).isnan(), NO_TOKEN)
+    chosen = ids.masked_fill(logits.amax(-1).isnan(), NO_TOKEN)
+    if agree is not None:
+        chosen = agree(chosen)
+        ids = chosen.clamp(min=0)
+    return observe_outputs(sampling, request_ids, ids), chosen
 
 
 def logprobs_of(logits: Tensor, ids: Tensor, sampling: SamplingState, request_ids: tuple[int, ...]) -> Logprobs | None:

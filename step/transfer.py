@@ -38,6 +38,7 @@ from .records import (
     request_record,
     request_tensors,
     require_model,
+    require_whole,
     sampling_record,
 )
 from .relay import put_token
@@ -62,8 +63,10 @@ def export_request(state: DecodeState, request_id: int) -> ExportedRequest:
     Raises:
         RequestError: no such request is open.
         StateBusyError: a step is launched and not committed.
+        ConfigError: this rank holds a part of the caches only (``dcp``).
     """
     require_committed(state)
+    require_whole(state.kv.layout.ways)
     request = find_request(state, request_id)
     reach = max(state.config.sliding_window, MIN_KEPT)
     alone = attrs.evolve(request, row=0, evicted_len=max(request.evicted_len, request.kv_len - reach, 0))
@@ -89,8 +92,10 @@ def import_request(state: DecodeState, exported: ExportedRequest) -> tuple[Decod
         CheckpointError: it is of another model, or its parts do not belong together.
         RequestError: it is no exported request.
         CapacityError: no row, no pages, or longer than the context; nothing was changed.
+        ConfigError: this rank holds a part of the caches only (``dcp``).
     """
     require_committed(state)
+    require_whole(state.kv.layout.ways)
     if not isinstance(exported, ExportedRequest):
         raise RequestError(
             f"import_request: expected an ExportedRequest, got {type(exported).__name__}; see export_request and "
