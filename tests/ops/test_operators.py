@@ -356,3 +356,12 @@ def test_norms_round_once(dtype: torch.dtype) -> None:
     wide = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * w.double()
     assert got.dtype == dtype
     torch.testing.assert_close(got, wide.to(dtype), atol=1e-6, rtol=0.01 if dtype is torch.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9])
+def test_few_rows_meet_large_groups(rows: int) -> None:
+    """Groups so large that few rows meet them one at a time give the plain product, in both dtypes."""
+    x, w = draw(0, rows, 2, 1024), draw(1, 2, 1024, 1024) / 32
+    for dtype, close in ((torch.float32, CLOSE), (torch.bfloat16, {"atol": 4e-2, "rtol": 1e-2})):
+        found = FUSED.grouped_linear(x.to(dtype), w.to(dtype))
+        torch.testing.assert_close(found, REFERENCE.grouped_linear(x.to(dtype), w.to(dtype)), **close)
