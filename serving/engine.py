@@ -32,9 +32,15 @@ from ..step.extend import extend_step
 from ..step.requests import check_params, init_state
 from .asks import CONSTRAINT_ERROR, Ask, Ended, QueueFullError, Sampled, TokenLogprobs
 from .pool import Pool
+from .runaway import ends_in_repetition
 from .scheduler import UNIT, Arrived, Cancelled, Event, Limits, Plan, Rows, SchedulerState, Stepped, schedule
 
 __all__ = ["Engine", "EngineLimits", "EngineStatus", "News", "Stream", "Turn", "Usage", "usage_of"]
+
+_COUNTERS: Final = (
+    *("steps", "prompt_tokens", "cached_tokens", "generated_tokens", "fed_tokens"),
+    *("retractions", "aborts", "repetitions"),
+)
 
 _POOL_PAGES: Final = {"full": "free_pages", "window": "free_swa_pages", "C128": "free_c128_pages", "rows": "free_rows"}
 
@@ -291,9 +297,7 @@ class Engine:
         self._is_open = False
         self._failure: str | None = None
         self._progress = time.monotonic()
-        self._counters: dict[str, int] = dict.fromkeys(
-            ("steps", "prompt_tokens", "cached_tokens", "generated_tokens", "fed_tokens", "retractions", "aborts"), 0
-        )
+        self._counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
 
     async def start(self) -> None:
         """Begin to take requests."""
@@ -459,6 +463,7 @@ class Engine:
             end = reply.ended(item)
             reply.stream._queue.put_nowait(end)
             self._counters["aborts"] += end.reason == "abort"
+            self._counters["repetitions"] += ends_in_repetition(reply.outputs)
             name = f"finished_{end.reason}"
             self._counters[name] = self._counters.get(name, 0) + 1
             del self._replies[key]

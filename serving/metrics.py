@@ -27,6 +27,7 @@ _COUNTERS: Final = {
     "fed_tokens": ("engine_fed_tokens", "Tokens that steps fed."),
     "retractions": ("num_preemptions", "Running requests that had to give their pages back and wait."),
     "aborts": ("request_aborts", "Generations that were cancelled."),
+    "repetitions": ("repetitive_replies", "Generations that ended in one block of tokens again and again."),
 }
 """Counter of the engine -> (name, meaning)."""
 
