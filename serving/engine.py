@@ -483,7 +483,7 @@ class Engine:
         asks: Mapping[int, tuple[Ask, tuple[int, ...]]],
     ) -> Turn:
         """Plan and make one step; runs in the worker thread and changes nothing of the engine."""
-        scheduler, plan = schedule(self._scheduler, events, pool)
+        scheduler, plan = schedule(scheduler, events, pool)
         said: list[tuple[int, Sampled | Ended]] = [
             (key, Ended(reason="abort")) for key in plan.cancelled if key in asks
         ]

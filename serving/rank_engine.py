@@ -192,7 +192,7 @@ class RankedEngine(Engine):
     def _usages(self) -> Sequence[Usage]:
         return self._used
 
-    async def _make_turns(self) -> None:
+    async def _one_turn(self) -> None:
         if not self._events and not self._replies:
             self._wake.clear()
             beat = self.model.ranks.parallel.timeout_s / BEATS
