@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import attrs
@@ -23,6 +24,27 @@ CLOSE = {"atol": 2e-5, "rtol": 2e-5}  # float32, sums of up to a few thousand te
 def draw(seed: int, *shape: int) -> Tensor:
     """Normal numbers that depend on the seed and the shape alone."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("table", [REFERENCE, FUSED, INVARIANT, DIFFERENTIABLE], ids=lambda table: table.name)
+@pytest.mark.parametrize("channel", [0, 5, 448, 449, 462, 511])
+def test_rotation_turns_neighbours(table: Ops, channel: int) -> None:
+    """MTH-11: a unit vector in the last 64 channels turns within its pair (2i, 2i+1); all other channels stay."""
+    width, rotary_width, position = 512, 64, 3
+    frequencies = rotary.rotary_frequencies(rotary_width, 10000.0)
+    x = torch.zeros(1, 1, width)
+    x[..., channel] = 1.0
+    found = table.apply_rotary(x, rotary.rotary_factors(torch.tensor([[position]]), frequencies))[0, 0]
+    expected = torch.zeros(width)
+    if channel < width - rotary_width:
+        expected[channel] = 1.0
+    else:
+        pair = (channel - (width - rotary_width)) // 2
+        first, angle = width - rotary_width + 2 * pair, position * 10000.0 ** (-2 * pair / rotary_width)
+        is_second = channel % 2 == 1
+        expected[first] = -math.sin(angle) if is_second else math.cos(angle)
+        expected[first + 1] = math.cos(angle) if is_second else math.sin(angle)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
 
 def test_mhc_matches_the_published_numbers() -> None:

@@ -57,7 +57,7 @@ def test_all_to_all_sends_runs_in_order_of_rank(
 def test_collectives_return_what_they_say_and_change_nothing(
     pool: RankPool, dtype: torch.dtype, n: int, seed: int
 ) -> None:
-    """Sum, minimum, gather, scatter and broadcast agree with plain tensors, for empty ones too; inputs stay."""
+    """PAR-07: sum, minimum, gather, scatter and broadcast agree with plain tensors, empty ones too; inputs stay."""
     generator = torch.Generator().manual_seed(seed)
     xs = [torch.randint(-9, 9, (2 * n, 3), generator=generator).to(dtype) for _ in range(2)]
     total = xs[0] + xs[1]
