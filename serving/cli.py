@@ -50,6 +50,7 @@ from ..state.errors import ConfigError, PurestepError, RequestError
 from ..state.kv import CACHE_FORMS, CacheForm
 from ..state.numerics import Numerics
 from ..state.parallel import Parallel
+from ..state.released import RELEASED
 from ..state.sampling import SamplingParams
 from ..step.compare import compare_runs
 from ..step.generate import generate_tokens, prompt_ids
@@ -71,7 +72,6 @@ from .plan_table import plan_tables
 from .processes import join_processes
 from .profile import filled_state, profile_step, profile_table, write_trace
 from .records import diff_tables, read_pairs, read_run, record_run, row_independent
-from .released import RELEASED
 from .score import Score, score_text
 from .terminal import STDIN, decode_text, progress_bar, read_text, table_console, write_text
 from .trace_page import trace_page
@@ -248,8 +248,8 @@ def info(
 @app.command()
 def plan(
     model: Annotated[
-        str, typer.Option("--model", help='"v4-flash", "v4-pro", "tiny", or a folder with a config.json.')
-    ] = "v4-flash",
+        str, typer.Option("--model", help='"flash", "pro", "tiny", or a folder with a config.json.')
+    ] = "flash",
     ranks: Annotated[int, typer.Option(min=1, help="Ranks in all.")] = 16,
     dp: Annotated[int, typer.Option(min=1, help="Replicas of the attention; the others of a replica share it.")] = 1,
     ep: Annotated[bool, typer.Option("--ep", help="Deal whole experts to the ranks instead of slices.")] = False,

@@ -20,11 +20,11 @@ from purestep.model.ranks import Ranks
 from purestep.ops.attention import attend, attend_part, merge_parts
 from purestep.serving.plan_step import plan_step
 from purestep.serving.records import row_independent
-from purestep.serving.released import RELEASED
 from purestep.state.capacity import PoolSizes
 from purestep.state.ids import BlockInterleave, VirtualLoc
 from purestep.state.invariants_layouts import SHARDED
 from purestep.state.kv import KVLayout
+from purestep.state.released import RELEASED
 
 DCP2 = ps.Parallel(tp=2, dcp=2, timeout_s=20)
 LAYOUTS = [DCP2, ps.Parallel(tp=2, dcp=2, ep=2, moe="ep", timeout_s=20)]
@@ -171,7 +171,7 @@ def test_what_dealt_caches_cannot_do_is_refused(two: RankPool) -> None:
 
 def test_plans_know_dealt_caches() -> None:
     """Over 16 ranks each holds a sixteenth of the entries, and more context fits."""
-    flash = RELEASED["v4-flash"]
+    flash = RELEASED["flash"]
     whole = plan_step(flash, ps.Parallel(tp=16), requests=2, context=8192)
     dealt = plan_step(flash, ps.Parallel(tp=16, dcp=16), requests=2, context=8192)
     assert dealt.per_token * 16 == whole.per_token

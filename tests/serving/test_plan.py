@@ -12,10 +12,10 @@ from purestep.serving.chips import CHIPS
 from purestep.serving.cli import app
 from purestep.serving.costs import cache_costs
 from purestep.serving.plan_step import StepPlan, plan_step, step_seconds, tokens_that_fit
-from purestep.serving.released import RELEASED
+from purestep.state.released import RELEASED
 from typer.testing import CliRunner
 
-FLASH, PRO = RELEASED["v4-flash"], RELEASED["v4-pro"]
+FLASH, PRO = RELEASED["flash"], RELEASED["pro"]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def plans() -> dict[tuple[str, int, int, str], StepPlan]:
         (name, tp, dp, moe): plan_step(
             RELEASED[name], ps.Parallel(tp=tp, dp=dp, moe=moe, ep=tp * dp if moe == "ep" else 1)
         )
-        for name in RELEASED
+        for name in ("flash", "pro")
         for tp, dp, moe in ((1, 1, "tp"), (16, 1, "tp"), (4, 4, "ep"))
     }
 
@@ -36,7 +36,7 @@ def test_the_released_numbers_are_the_releases() -> None:
 
 @pytest.mark.parametrize(
     ("name", "total", "draft"),
-    [("v4-flash", 159_609_485_896, 3_593_787_756), ("v4-pro", 864_704_792_696, 13_956_587_692)],
+    [("flash", 159_609_485_896, 3_593_787_756), ("pro", 864_704_792_696, 13_956_587_692)],
 )
 def test_weights_are_those_of_the_files(
     plans: dict[tuple[str, int, int, str], StepPlan], name: str, total: int, draft: int
@@ -50,8 +50,8 @@ def test_weights_are_those_of_the_files(
 @pytest.mark.parametrize(
     ("name", "context", "gflop"),
     [
-        *(("v4-flash", t, g) for t, g in ((2048, 28.9), (8192, 29.5), (131072, 42.6), (1048576, 140.3))),
-        *(("v4-pro", t, g) for t, g in ((8192, 109.3), (131072, 132.2))),
+        *(("flash", t, g) for t, g in ((2048, 28.9), (8192, 29.5), (131072, 42.6), (1048576, 140.3))),
+        *(("pro", t, g) for t, g in ((8192, 109.3), (131072, 132.2))),
     ],
 )
 def test_flops_are_those_of_the_sheet(name: str, context: int, gflop: float) -> None:
@@ -62,8 +62,8 @@ def test_flops_are_those_of_the_sheet(name: str, context: int, gflop: float) -> 
 
 def test_caches_grow_as_the_sheet_says(plans: dict[tuple[str, int, int, str], StepPlan]) -> None:
     """A token of context takes 6,880 and 9,848 bytes in bfloat16; pools hold that, rounded up to pages."""
-    assert plans["v4-flash", 16, 1, "tp"].per_token == 6880
-    assert plans["v4-pro", 16, 1, "tp"].per_token == 9848
+    assert plans["flash", 16, 1, "tp"].per_token == 6880
+    assert plans["pro", 16, 1, "tp"].per_token == 9848
     for (name, *_), plan in plans.items():
         costs = cache_costs(RELEASED[name], torch.bfloat16).values()
         least = plan.requests * sum(cost.per_token * plan.context + cost.fixed for cost in costs)
@@ -74,7 +74,7 @@ def test_a_step_of_tensor_parallel_ranks_exchanges_what_its_layers_say(
     plans: dict[tuple[str, int, int, str], StepPlan],
 ) -> None:
     """Flash over 16: embedding, 43 attentions, 21 index scores, 43 expert sums are reduced, one head is gathered."""
-    plan = plans["v4-flash", 16, 1, "tp"]
+    plan = plans["flash", 16, 1, "tp"]
     reduces, (gather,) = (
         [one for one in plan.collectives if one.name == name] for name in ("all-reduce", "all-gather")
     )
@@ -82,12 +82,12 @@ def test_a_step_of_tensor_parallel_ranks_exchanges_what_its_layers_say(
     rows = 8 * 4096
     assert reduces[0].operand == rows * 2 * (1 + 43) + rows * 4 * 43 + 21 * 8 * 32768 * 4
     assert (gather.count, gather.operand) == (1, 8 * 129280 // 16 * 4)
-    assert plans["v4-flash", 1, 1, "tp"].collectives == ()
+    assert plans["flash", 1, 1, "tp"].collectives == ()
 
 
 def test_work_is_shared(plans: dict[tuple[str, int, int, str], StepPlan]) -> None:
     """16 ranks of one replica compute far less than one rank; what is read at 16 is a share of what one reads."""
-    for name in RELEASED:
+    for name in ("flash", "pro"):
         one, many = plans[name, 1, 1, "tp"], plans[name, 16, 1, "tp"]
         assert one.flops / 16 < many.flops < one.flops / 6
         assert one.weights_read / 16 < many.weights_read < one.weights_read / 6
@@ -96,15 +96,15 @@ def test_work_is_shared(plans: dict[tuple[str, int, int, str], StepPlan]) -> Non
 
 def test_bytes_read_are_those_of_the_sheet(plans: dict[tuple[str, int, int, str], StepPlan]) -> None:
     """With 8 requests a step reads 33.2 GB of Flash's weights and 124.1 GB of Pro's."""
-    assert plans["v4-flash", 1, 1, "tp"].weights_read / 1e9 == pytest.approx(33.2, rel=0.01)
-    assert plans["v4-pro", 1, 1, "tp"].weights_read / 1e9 == pytest.approx(124.1, rel=0.01)
+    assert plans["flash", 1, 1, "tp"].weights_read / 1e9 == pytest.approx(33.2, rel=0.01)
+    assert plans["pro", 1, 1, "tp"].weights_read / 1e9 == pytest.approx(124.1, rel=0.01)
 
 
 def test_what_fits_follows_from_the_chip(plans: dict[tuple[str, int, int, str], StepPlan]) -> None:
     """Where weights exceed the memory nothing fits; more memory fits more, up to the model's positions."""
     die, gpu = CHIPS["910c"], CHIPS["h200"]
-    assert tokens_that_fit(plans["v4-flash", 1, 1, "tp"], die, FLASH) == 0
-    plan = plans["v4-pro", 16, 1, "tp"]
+    assert tokens_that_fit(plans["flash", 1, 1, "tp"], die, FLASH) == 0
+    plan = plans["pro", 16, 1, "tp"]
     few, many = (tokens_that_fit(plan, chip, PRO) for chip in (die, gpu))
     assert 0 < few < many <= PRO.max_position_embeddings
     used = plan.weights + plan.scratch + plan.requests * (few * plan.per_token + 8_000_000 + 18_710_528)
