@@ -99,7 +99,7 @@ def test_worked_example() -> None:
 
 
 def test_worked_example_padded_to_a_bucket() -> None:
-    """Idle rows feed nothing, write to the sinks, and keep only dummies; tables are as wide as the context."""
+    """B08: idle rows feed nothing, write to the sinks, and keep only dummies; tables are as wide as the context."""
     t, plain = worked(bucket=5), worked()
     assert listed(t, "query_starts") == [0, 1, 2, 3, 4, 5]
     assert listed(t, "query_ends") == [1, 2, 3, 4, 5]

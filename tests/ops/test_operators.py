@@ -113,7 +113,7 @@ def test_rotation(seed: int, position: int) -> None:
     [(129280, 1, 129280), (129280, 8, 16160), (129280, 16, 8080), (129280, 3, 43136), (1000, 4, 256), (1000, 3, 384)],
 )
 def test_vocabulary_shards(n_vocab: int, ranks: int, rows: int) -> None:
-    """Shards have the published sizes, their lookups sum to the dense one, and padding columns are cut."""
+    """H01: shards have the published sizes, their lookups sum to the dense one, and padding columns are cut."""
     assert shard_rows(n_vocab, ranks) == rows
     table, ids = draw(0, n_vocab, 2), torch.tensor([0, 1, n_vocab - 1, n_vocab // 2])
     padded = torch.cat((table, torch.zeros(rows * ranks - n_vocab, 2)))

@@ -84,7 +84,7 @@ def test_choices_travel_bit_for_bit(rows: Routed) -> None:
 def test_identity_experts_give_the_weighted_rows_back(
     pool: RankPool, pair: tuple[Routed, Routed], place: Tensor, capacity: int | None
 ) -> None:
-    """M08, M09, M13: experts that return their input give (sum of weights) * x in order, empty ranks included."""
+    """M08, M09, M11, M13: experts that return their input give (sum of weights) * x in order, in empty places too."""
     found = pool.run(exchange, [TP2] * 2, list(pair), [place] * 2, [capacity] * 2, ["identity"] * 2)
     for rows, (out, given_x) in zip(pair, found, strict=True):
         assert torch.equal(out, rows.weights.sum(-1, keepdim=True) * rows.x)
