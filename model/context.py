@@ -23,11 +23,11 @@ from ..ops.collectives import Group, all_gather, all_to_all
 from ..state.batch import ForwardBatch, SingleMetadata
 from ..state.capacity import C4_RATIO, C128_RATIO
 from ..state.kv import KVLayout
-from .attention import index_query, index_weights, project_kv, project_output, project_query
+from .attention import index_query, index_weights, project_output, project_query
 from .model import Model
-from .paged import ENTRIES, compress_tokens, fold_tokens, layer_rows
+from .paged import write_entries
 from .params import AttentionParams, IndexerParams
-from .pools import Pool, entry_pool, key_pool
+from .pools import Pool
 from .reading import GATHER_BUDGET, gather_rows, ordered_picks, paged_loc
 from .stages import Tap, untapped
 
@@ -62,23 +62,13 @@ def context_attention(
     """
     ratio, meta, group = layout.kinds[layer], batch.metadata, model.ranks.context
     assert meta.singles is not None, "every token has tables of its own here"
-    view = {name: layer_rows(buffers, layout, name, layer) for name in layout.buffers_of(layer)}
     turn = factors[ratio, "tokens"]
     q, low = project_query(model, p, x, turn)
-    pools = {name: entry_pool(model, layout, rows) for name, rows in view.items() if name in ENTRIES}
-    pools["swa"].write(meta.swa_loc, project_kv(model, p, x, turn))
+    pools = write_entries(model, layer, p, x, buffers, layout, meta, factors)
     picks: Tensor | None = None
-    if ratio:
-        assert p.compressor is not None, "a layer with a ratio has a compressor: the loader checks it"
-        name = "c4" if ratio == C4_RATIO else "c128"
-        turn_entries, plan = factors[ratio, "entries"], meta.compressors[ratio]
-        compress = fold_tokens if layout.is_online and ratio == C128_RATIO else compress_tokens
-        compress(model, p.compressor, x, pools[name], view[f"{name}_state"], plan, turn_entries)
     if ratio == C4_RATIO:
         assert p.indexer is not None, "a ratio-4 layer has an indexer: the loader checks it"
-        keys = key_pool(model, layout, view["index"])
-        compress_tokens(model, p.indexer.compressor, x, keys, view["index_state"], plan, turn_entries)
-        picks = _picks(model, p.indexer, x, low, turn, keys, layout, batch, tap)
+        picks = _picks(model, p.indexer, x, low, turn, pools["index"], layout, batch, tap)
     out, lse = _attend_own(model, _all_heads(q, group), picks, pools, ratio, layout, meta.singles)
     heads = _to_head_owners(out, lse, p.attn_sink, group).to(x.dtype)
     return project_output(model, p, tap("attn.heads", heads), turn)

@@ -29,17 +29,15 @@ from .rotary import turns
 from .stages import Tap, untapped
 
 __all__ = [
-    "ENTRIES",
     "Rotations",
-    "compress_tokens",
-    "fold_tokens",
     "layer_rows",
     "paged_attention",
     "rotations",
+    "write_entries",
     "write_rows",
 ]
 
-ENTRIES: Final = ("swa", "c4", "c128")
+_ENTRIES: Final = ("swa", "c4", "c128")
 """Buffers whose rows attention reads."""
 
 Rotations = Mapping[tuple[int, str], Tensor]
@@ -128,26 +126,57 @@ def paged_attention(
         float[T,H].
     """
     ratio, meta, c4_page = layout.kinds[layer], batch.metadata, layout.sizes.c4_page
-    view = {name: layer_rows(buffers, layout, name, layer) for name in layout.buffers_of(layer)}
     turn = factors[ratio, "tokens"]
     q, low = project_query(model, p, x, turn)
-    pools = {name: entry_pool(model, layout, rows) for name, rows in view.items() if name in ENTRIES}
-    pools["swa"].write(meta.swa_loc, project_kv(model, p, x, turn))
+    pools = write_entries(model, layer, p, x, buffers, layout, meta, factors)
     picks: Tensor | None = None
-    if ratio:
-        assert p.compressor is not None, "a layer with a ratio has a compressor: the loader checks it"
-        name = "c4" if ratio == C4_RATIO else "c128"
-        turn_entries, plan = factors[ratio, "entries"], meta.compressors[ratio]
-        compress = fold_tokens if layout.is_online and ratio == C128_RATIO else compress_tokens
-        compress(model, p.compressor, x, pools[name], view[f"{name}_state"], plan, turn_entries)
     if ratio == C4_RATIO:
         assert p.indexer is not None, "a ratio-4 layer has an indexer: the loader checks it"
-        keys = key_pool(model, layout, view["index"])
-        compress_tokens(model, p.indexer.compressor, x, keys, view["index_state"], plan, turn_entries)
-        picks = entry_picks(model, p.indexer, x, low, turn, keys, c4_page, batch, tap)
+        picks = entry_picks(model, p.indexer, x, low, turn, pools["index"], c4_page, batch, tap)
     parts = [] if meta.singles is None else [_attend_singles(model, p, q, picks, pools, ratio, c4_page, meta.singles)]
     parts += [_attend_chunk(model, p, q, picks, pools, ratio, chunk) for chunk in meta.chunks]
     return project_output(model, p, tap("attn.heads", in_token_order(meta, parts)), turn)
+
+
+def write_entries(
+    model: Model,
+    layer: int,
+    p: AttentionParams,
+    x: Tensor,
+    buffers: Mapping[str, Tensor],
+    layout: KVLayout,
+    meta: AttentionMetadata,
+    factors: Rotations,
+) -> dict[str, Pool]:
+    """Write what the tokens of a step add to the caches of one layer: entries, index keys, pooling state.
+
+    Args:
+        model: the model.
+        layer: index of the layer.
+        p: its attention weights.
+        x: float[T,H]. Normed sublayer input.
+        buffers: cache buffers; the layer's rows of ``write_rows`` are written.
+        layout: of the caches.
+        meta: of the step.
+        factors: of ``rotations``.
+    Returns:
+        The layer's entries by buffer, and its index keys if it has any.
+    """
+    ratio = layout.kinds[layer]
+    view = {name: layer_rows(buffers, layout, name, layer) for name in layout.buffers_of(layer)}
+    pools = {name: entry_pool(model, layout, rows) for name, rows in view.items() if name in _ENTRIES}
+    pools["swa"].write(meta.swa_loc, project_kv(model, p, x, factors[ratio, "tokens"]))
+    if ratio:
+        assert p.compressor is not None, "a layer with a ratio has a compressor: the loader checks it"
+        name = "c4" if ratio == C4_RATIO else "c128"
+        turn, plan = factors[ratio, "entries"], meta.compressors[ratio]
+        compress = _fold_tokens if layout.is_online and ratio == C128_RATIO else _compress_tokens
+        compress(model, p.compressor, x, pools[name], view[f"{name}_state"], plan, turn)
+    if ratio == C4_RATIO:
+        assert p.indexer is not None, "a ratio-4 layer has an indexer: the loader checks it"
+        pools["index"] = key_pool(model, layout, view["index"])
+        _compress_tokens(model, p.indexer.compressor, x, pools["index"], view["index_state"], plan, turn)
+    return pools
 
 
 def layer_rows(buffers: Mapping[str, Tensor], layout: KVLayout, name: str, layer: int) -> Tensor:
@@ -156,7 +185,7 @@ def layer_rows(buffers: Mapping[str, Tensor], layout: KVLayout, name: str, layer
     return buffers[name].narrow(0, layout.place(name, layer) * n_slots, n_slots)
 
 
-def compress_tokens(
+def _compress_tokens(
     model: Model,
     p: CompressorParams,
     x: Tensor,
@@ -190,7 +219,7 @@ def compress_tokens(
     state.index_copy_(0, plan.state_loc, current.index_select(0, plan.keep))
 
 
-def fold_tokens(
+def _fold_tokens(
     model: Model,
     p: CompressorParams,
     x: Tensor,

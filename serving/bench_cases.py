@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -13,6 +11,7 @@ import torch
 from ..state.capacity import C4_RATIO, C128_RATIO
 from ..state.config import Config
 from ..state.released import RELEASED
+from .bench_steps import alternate, median_ms
 from .costs import active_parameters, part_costs
 
 __all__ = ["CASES", "Floor", "Machine", "floor_of", "probe_machine"]
@@ -147,16 +146,6 @@ def probe_machine(dtype: torch.dtype) -> Machine:
     """Measure memory and matrix products, half a second in all, beside the steps that are judged by it."""
     buffer = torch.ones(_PROBE_BYTES // 4)
     square = torch.randn(_PROBE_WIDTH, _PROBE_WIDTH).to(dtype)
-    return Machine(
-        read=_PROBE_BYTES / _median(lambda: buffer.sum()),
-        flops=2 * _PROBE_WIDTH**3 / _median(lambda: square @ square),
-    )
-
-
-def _median(run: Callable[[], object], rounds: int = 5) -> float:
-    times = []
-    for _ in range(rounds + 1):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    runs: dict[str, Callable[[], object]] = {"read": buffer.sum, "product": lambda: square @ square}
+    times = {name: median_ms(one) / 1e3 for name, one in alternate(runs, rounds=5, warmup=1).items()}
+    return Machine(read=_PROBE_BYTES / times["read"], flops=2 * _PROBE_WIDTH**3 / times["product"])
