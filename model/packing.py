@@ -19,39 +19,51 @@ from ..ops.dispatch import INVARIANT, TRACED
 from ..ops.fused import EMULATES_BF16
 from ..ops.packed import pack
 from .model import Model
-from .params import AttentionParams, LayerParams, MoEParams, StreamParams
+from .params import AttentionParams, LayerParams, MoEParams, Params, StreamParams
 from .variants import numeric_ops
 
-__all__ = ["traced_model"]
+__all__ = ["packed_params", "traced_model"]
 
 
 def traced_model(model: Model) -> Model:
-    """Give a model the operators and the weights that compiled graphs are made of.
+    """Give a model the operators that compiled graphs are made of.
 
     Args:
         model: on one rank, its weights expanded, on kernels of this package.
     Returns:
-        The same model for tracing; row-independent arithmetic keeps its operators and weights.
+        The same model for tracing; row-independent arithmetic keeps its operators.
     """
-    if model.numerics.invariant:
-        return attrs.evolve(model, ops=numeric_ops(INVARIANT, model.numerics, model.dtype, is_stored=False))
-    ops = numeric_ops(TRACED, model.numerics, model.dtype, is_stored=False)
-    if model.device.type != "cpu":
-        return attrs.evolve(model, ops=ops)
+    ops = INVARIANT if model.numerics.invariant else TRACED
+    return attrs.evolve(model, ops=numeric_ops(ops, model.numerics, model.dtype, is_stored=False))
+
+
+def packed_params(model: Model) -> Params:
+    """Pack the weights that thin products read.
+
+    Args:
+        model: of ``traced_model``, on a CPU.
+    Returns:
+        Its weights, the packed ones copies.
+    """
     params = model.params
-    packed = attrs.evolve(
+    return attrs.evolve(
         params,
         layers=tuple(_packed_layer(model, p) for p in params.layers),
-        head=pack(_wide(params.head))[0],
+        head=_packed(params.head),
     )
-    return attrs.evolve(model, ops=ops, params=packed)
 
 
-def _wide(w: Tensor) -> Tensor:
-    return w.float() if EMULATES_BF16 else w
+def _wide(w: Any) -> Tensor:
+    wide: Tensor = w.float() if EMULATES_BF16 else w
+    return wide
 
 
-def _together(weights: Mapping[str, Tensor]) -> dict[str, Any]:
+def _packed(w: Any) -> Any:
+    """Pack one weight; what only ``linear`` looks into may be anything that it takes."""
+    return pack(_wide(w))[0]
+
+
+def _together(weights: Mapping[str, Any]) -> dict[str, Any]:
     """Pack weights that meet the same rows, those of one dtype as one."""
     wide = {name: _wide(w) for name, w in weights.items()}
     found: dict[str, Any] = {}
@@ -72,7 +84,7 @@ def _packed_layer(model: Model, p: LayerParams) -> LayerParams:
 
 
 def _packed_streams(p: StreamParams) -> StreamParams:
-    return attrs.evolve(p, fn=pack(p.fn)[0])
+    return attrs.evolve(p, fn=_packed(p.fn))
 
 
 def _packed_attention(model: Model, p: AttentionParams) -> AttentionParams:
@@ -105,7 +117,7 @@ def _packed_attention(model: Model, p: AttentionParams) -> AttentionParams:
         wq_a=x["wq_a"],
         wkv=x["wkv"],
         wq_b=q["wq_b"],
-        wo_b=pack(_wide(p.wo_b))[0],
+        wo_b=_packed(p.wo_b),
         compressor=compressor,
         indexer=indexer,
     )
@@ -113,8 +125,8 @@ def _packed_attention(model: Model, p: AttentionParams) -> AttentionParams:
 
 def _packed_experts(model: Model, p: MoEParams) -> MoEParams:
     if model.rounds_activations:
-        gate, shared = pack(p.gate.float())[0], pack(_wide(p.shared_w13))[0]
+        gate, shared = _packed(p.gate.float()), _packed(p.shared_w13)
     else:
         both = _together({"gate": p.gate, "shared": p.shared_w13})
         gate, shared = both["gate"], both["shared"]
-    return attrs.evolve(p, gate=gate, shared_w13=shared, shared_w2=pack(_wide(p.shared_w2))[0])
+    return attrs.evolve(p, gate=gate, shared_w13=shared, shared_w2=_packed(p.shared_w2))

@@ -165,6 +165,7 @@ TRACED: Final = attrs.evolve(
     REFERENCE,
     name="traced",
     linear=traced.linear,
+    grouped_linear=traced.grouped_linear,
     apply_rotary=traced.apply_rotary,
     enter_streams=traced.enter_streams,
     join_streams=traced.join_streams,

@@ -8,23 +8,26 @@ Source: none; the formulas are those of the plain operators.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import fused, packed
 from . import streams as plain
 from .blocks import experts_blocked
 from .experts import PLAIN, ExpertMath, inner_rows, summed
-from .packed import PackedWeight, linear
+from .linear import grouped_linear as plain_grouped
 from .router import choice_weights, router_scores
 
 __all__ = [
+    "THIN_ROWS",
     "Turns",
     "apply_rotary",
     "enter_streams",
     "expert",
     "experts",
+    "grouped_linear",
     "join_streams",
     "linear",
     "mix_weights",
@@ -69,7 +72,36 @@ def apply_rotary(x: Tensor, factors: Turns) -> Tensor:
     return torch.cat((head, turned.flatten(-2).to(x.dtype)), dim=-1)
 
 
-def expert(x: Tensor, w13: PackedWeight, w2: PackedWeight, limit: float | None, *, how: ExpertMath = PLAIN) -> Tensor:
+Weight = Tensor | packed.PackedWeight
+
+THIN_ROWS: Final = 4
+"""Rows up to which a sum that the compiler generates beats a library's product: it reads a weight once for all rows."""
+
+
+def linear(x: Tensor, w: Weight) -> Tensor:
+    """Multiply rows by a weight; see ``linear.linear``.
+
+    Few rows and a plain weight become one sum a row over the weight, in f32 whatever the weight is kept in, which the
+    compiler computes in one loop.
+    """
+    if isinstance(w, packed.PackedWeight) or x.shape[:-1].numel() > THIN_ROWS:
+        return packed.linear(x, w)
+    rows, wide = x.flatten(0, -2).float(), w.float()
+    out = torch.stack([(wide * row).sum(-1) for row in rows.unbind(0)])
+    return out.unflatten(0, x.shape[:-1]).to(x.dtype)
+
+
+def grouped_linear(x: Tensor, w: Tensor) -> Tensor:
+    """Multiply every group of channels by its own weight; see ``linear.grouped_linear``."""
+    if x.shape[0] > THIN_ROWS:
+        return plain_grouped(x.float() if fused.EMULATES_BF16 else x, w.float() if fused.EMULATES_BF16 else w).to(
+            x.dtype
+        )
+    wide = w.float()
+    return torch.stack([(wide * row.float().unsqueeze(-2)).sum(-1) for row in x.unbind(0)]).to(x.dtype)
+
+
+def expert(x: Tensor, w13: Weight, w2: Weight, limit: float | None, *, how: ExpertMath = PLAIN) -> Tensor:
     """Run one (shared) expert on every row; see ``experts.expert``."""
     return linear(inner_rows(linear(x, w13), None, limit, how), w2)
 

@@ -25,6 +25,8 @@ Call = Callable[..., Sequence[Tensor]]
 _OPTIONS: Final = {
     # Packed weights are opaque, and have no strides to compare.
     "size_asserts": False,
+    # Every rounding that the functions ask for happens, also where a wider number is at hand.
+    "emulate_precision_casts": True,
     # Slots come from the request table, which the invariants check.
     "assert_indirect_indexing": False,
 }
@@ -48,7 +50,9 @@ def traced_call(
 
     def fake(at: int) -> Tensor:
         sizes = [DimDynamic.DYNAMIC if axis == free.get(at) else DimDynamic.STATIC for axis in range(args[at].dim())]
-        context = StatelessSymbolicContext(dynamic_sizes=sizes, constraint_sizes=[None] * len(sizes))
+        context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(
+            dynamic_sizes=sizes, constraint_sizes=[None] * len(sizes)
+        )
         return mode.from_tensor(args[at], symbolic_context=context, source=ConstantSource(f"argument_{at}"))
 
     with torch.no_grad(), mode:

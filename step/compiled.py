@@ -34,11 +34,11 @@ from ..model.forward import embed_tokens, forward
 from ..model.layer import head_logits, mixture, sublayer_input
 from ..model.leaves import has_stored
 from ..model.model import Model
-from ..model.packing import traced_model
+from ..model.packing import packed_params, traced_model
 from ..model.paged import layer_rows, paged_attention, rotations, write_rows
-from ..model.params import AttentionParams, MoEParams, StreamParams, Weight
+from ..model.params import AttentionParams, MoEParams, Params, StreamParams
 from ..ops.graph import Graph, compile_graph
-from ..ops.traced import Turns
+from ..ops.traced import THIN_ROWS, Turns
 from ..state.batch import ForwardBatch, StepOutput
 from ..state.capacity import C128_RATIO, Capacity
 from ..state.decode import DecodeState
@@ -89,7 +89,7 @@ class CompiledStep:
     Attributes:
         model: that was compiled.
         traced: the same model as the graphs want it.
-        weights: its weights, taken apart.
+        weights: by bucket, the model's own or packed ones.
         page_size: of the states that it steps.
         caches: their form.
         graphs: by name and shapes.
@@ -98,7 +98,7 @@ class CompiledStep:
 
     model: Model
     traced: Model
-    weights: _Weights
+    weights: Mapping[Bucket, _Weights]
     page_size: int
     caches: CacheForm
     graphs: Mapping[Any, CompiledGraph]
@@ -180,7 +180,7 @@ class CompiledStep:
         padded = pad_decode(view, bucket, kv.layout, self.model.config.sliding_window)
         names = range(self.model.config.num_hidden_layers)
         with kv.handle.write(write_rows(kv.layout, padded.metadata, names)) as write:
-            logits = _run(self.traced, self.weights, self._graph_of, write.tensors, kv.layout, padded, bucket)
+            logits = _run(self.traced, self.weights[bucket], self._graph_of, write.tensors, kv.layout, padded, bucket)
         return attrs.evolve(kv, handle=write.handle), logits[: view.batch_size]
 
     def _graph_of(self, key: Any, *_rest: Any) -> Graph:
@@ -198,7 +198,8 @@ def compile_step(
 ) -> CompiledStep:
     """Compile the decode step of a model.
 
-    Weights that are read by thin products are copied into the layout that they are fastest in. Nothing is compiled
+    On a CPU weights that thin products read are copied into the layout that they are fastest in, except for buckets of
+    few rows. Nothing is compiled
     later: a step either fits a bucket or runs eagerly. With ``Numerics(invariant=True)`` operators are not fused, and
     bits are those of eager steps.
 
@@ -216,7 +217,7 @@ def compile_step(
     found = as_buckets(buckets)
     _require_plain(model)
     traced, graphs = traced_model(model), dict[Any, CompiledGraph]()
-    weights = _Weights.of(traced)
+    weights = _weights(traced, found)
     form = model.cache_form if caches is None else caches
     total, done = _count(model, found), 0
 
@@ -239,10 +240,19 @@ def compile_step(
             kv, view = _example(model, page_size, form, length)
             padded = pad_decode(view, bucket, kv.layout, model.config.sliding_window)
             with kv.handle.write(write_rows(kv.layout, padded.metadata, range(len(model.params.layers)))) as write:
-                _run(traced, weights, add, write.tensors, kv.layout, padded, bucket)
+                _run(traced, weights[bucket], add, write.tensors, kv.layout, padded, bucket)
     return CompiledStep(
         model=model, traced=traced, weights=weights, page_size=page_size, caches=form, graphs=graphs, buckets=found
     )
+
+
+def _weights(model: Model, buckets: Sequence[Bucket]) -> dict[Bucket, _Weights]:
+    """Choose the weights of every bucket: graphs of few rows read them as they are."""
+    own = _Weights.of(model.params)
+    is_packing = model.device.type == "cpu" and not model.numerics.invariant
+    many = [bucket for bucket in buckets if bucket.rows > THIN_ROWS and is_packing]
+    packed = _Weights.of(packed_params(model)) if many else own
+    return {bucket: packed if bucket in many else own for bucket in buckets}
 
 
 def _require_plain(model: Model) -> None:
@@ -300,8 +310,7 @@ class _Weights:
     head: _Flat
 
     @classmethod
-    def of(cls, model: Model) -> _Weights:
-        p = model.params
+    def of(cls, p: Params) -> _Weights:
         layers = [
             (
                 _Flat.of(one.hc_attn, one.attn_norm),
@@ -418,7 +427,7 @@ def _experts(model: Model) -> Callable[..., Tensor]:
 
 def _head(model: Model) -> Callable[..., Tensor]:
     def run(
-        hc_head: StreamParams, norm: Tensor, head: Weight, streams: Tensor, y: Tensor, post: Tensor, comb: Tensor
+        hc_head: StreamParams, norm: Tensor, head: Any, streams: Tensor, y: Tensor, post: Tensor, comb: Tensor
     ) -> Tensor:
         own = attrs.evolve(model, params=attrs.evolve(model.params, hc_head=hc_head, norm=norm, head=head))
         return head_logits(own, model.ops.update_streams(streams, y, post, comb))

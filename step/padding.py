@@ -10,6 +10,7 @@ Source: none; the idea is that of padded batches in captured decode graphs.
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any
 
 import attrs
@@ -54,7 +55,7 @@ def as_buckets(given: Any) -> tuple[Bucket, ...]:
     """
     try:
         pairs = [(one.rows, one.context) if isinstance(one, Bucket) else tuple(one) for one in given]
-        found = sorted({Bucket(rows=int(rows), context=int(context)) for rows, context in pairs})
+        found = sorted({Bucket(rows=_whole(rows), context=_whole(context)) for rows, context in pairs})
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"buckets: expected pairs (rows, context) such as ((1, 2048), (16, 2048)), got {given!r}",
@@ -69,6 +70,12 @@ def as_buckets(given: Any) -> tuple[Bucket, ...]:
             got=given,
         )
     return tuple(found)
+
+
+def _whole(number: Any) -> int:
+    if isinstance(number, bool):
+        raise TypeError("True is no number of rows")
+    return index(number)
 
 
 def pad_decode(view: ForwardBatch, bucket: Bucket, layout: KVLayout, window: int) -> ForwardBatch:
