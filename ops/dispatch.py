@@ -17,6 +17,7 @@ from torch import Tensor
 from ..state.errors import ConfigError
 from . import (
     attention,
+    blocks,
     compressor,
     experts,
     fused,
@@ -90,6 +91,7 @@ class Ops:
     index_scores: Kernel
     pick_entries: Kernel
     attend: Kernel
+    attend_chunk: Kernel
     route_scored: Kernels2
     route_hash: Kernels2
     experts: Kernel
@@ -120,6 +122,7 @@ REFERENCE: Final = Ops(
     index_scores=indexer.index_scores,
     pick_entries=indexer.pick_entries,
     attend=attention.attend,
+    attend_chunk=attention.attend_chunk,
     route_scored=router.route_scored,
     route_hash=router.route_hash,
     experts=experts.experts_sorted,
@@ -144,7 +147,10 @@ FUSED: Final = attrs.evolve(
     normalize_query=fused.normalize_query,
     apply_rotary=fused.apply_rotary,
     enter_streams=fused.enter_streams,
+    update_streams=blocks.update_streams,
+    index_scores=blocks.index_scores,
     pick_entries=fused.pick_entries,
+    attend_chunk=blocks.attend_chunk,
     experts=fused.experts_sorted,
     expert=fused.expert,
 )
