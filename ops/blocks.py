@@ -195,7 +195,8 @@ def sinkhorn_columns(logits: Tensor, n_iters: int, eps: float) -> Tensor:
     for _ in range(n_iters - 1):
         r = torch.addcdiv(torch.mul(k, c, out=work).sum(1, keepdim=True), r.new_ones(()), r, value=eps).reciprocal_()
         c = torch.addcdiv(torch.mul(k, r, out=work).sum(0, keepdim=True), c.new_ones(()), c, value=eps).reciprocal_()
-    return k.mul_(r).mul_(c).movedim(-1, 0)
+    # Contiguous, as a batched product wants its matrices: it would copy them one by one.
+    return k.mul_(r).mul_(c).movedim(-1, 0).contiguous()
 
 
 def update_streams(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor, *, rounding: bool = False) -> Tensor:
