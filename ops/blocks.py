@@ -9,7 +9,7 @@ Source: none; they are the plain operators in other orders.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -150,10 +150,12 @@ def run_blocks(
     w2: Tensor,
     limit: float,
     multiply: Callable[[Tensor, Tensor], Tensor],
+    counts: Sequence[int],
 ) -> Tensor:
     """Run the experts that were hit one after the other, each from its rows to its results; see ``experts.run_sorted``.
 
     What lies between the two products of an expert is written over in place and gone before the next expert begins.
+    ``counts`` says how many rows each expert has.
     """
     if not ids.numel():
         return torch.zeros_like(x, dtype=torch.float32)
@@ -162,7 +164,7 @@ def run_blocks(
     tokens, scales = order // n_chosen, weights.flatten().index_select(0, order).unsqueeze(-1)
     out = torch.empty((len(order), w2.shape[1]), dtype=torch.float32, device=x.device)
     a = 0
-    for e, count in enumerate(torch.bincount(ids.flatten(), minlength=len(w13)).tolist()):
+    for e, count in enumerate(counts):
         b = a + count
         if count:
             hidden = multiply(x.index_select(0, tokens[a:b]), w13[e]).float()

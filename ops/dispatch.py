@@ -172,6 +172,7 @@ INVARIANT: Final = attrs.evolve(
     fold_member=invariant.by_rows(REFERENCE.fold_member, 3),
     index_scores=invariant.index_scores,
     attend=invariant.attend,
+    attend_chunk=invariant.attend_chunk,
     route_scored=invariant.by_rows(REFERENCE.route_scored, 1),
     route_hash=invariant.by_rows(REFERENCE.route_hash, 2),
     experts=invariant.by_rows(invariant.experts_sorted, 3),

@@ -120,7 +120,7 @@ def _experts_thin(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tens
     is_few = 0 < max(counts) <= FEW_ROWS and sum(map(bool, counts)) >= len(counts) * MOST_EXPERTS
     if is_few and not (EMULATES_BF16 and w13.dtype is torch.bfloat16):
         return _padded_experts(x, ids, weights, w13, w2, limit, max(counts))
-    return blocks.run_blocks(x, ids, weights, w13, w2, limit, linear)
+    return blocks.run_blocks(x, ids, weights, w13, w2, limit, linear, counts)
 
 
 def _padded_experts(
