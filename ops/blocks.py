@@ -30,7 +30,7 @@ TILE_KEYS: Final = 1 << 19
 LEAST_ROWS: Final = 8
 """Rows of a tile that neither of the two pushes it below."""
 
-MOST_ROWS: Final = 64
+MOST_ROWS: Final = 32
 """Rows of a tile at most: each costs a score for every other, whether or not it lies in its window."""
 
 DENSE_ENTRIES: Final = 2
@@ -115,9 +115,11 @@ def _attend_tile(
     n_own = 0 if own is None else own[1].shape[-1]
     wide, keys = q.float(), keys.float()
     scores = wide.new_empty((n_rows, n_heads, n_keys + n_own + 1))
+    # What a row does not see starts from -inf, and the product is added to that: cheaper than hiding it afterwards.
+    hidden = torch.where(mask, 0.0, -torch.inf).unsqueeze(1)
+    scores[..., :n_keys] = hidden
     shared = scores.view(n_rows * n_heads, -1)[:, :n_keys]
-    torch.addmm(shared, wide.view(-1, width), keys.t(), beta=0, alpha=scale, out=shared)
-    scores[..., :n_keys].masked_fill_(~mask.unsqueeze(1), -torch.inf)
+    torch.addmm(shared, wide.view(-1, width), keys.t(), alpha=scale, out=shared)
     gathered = None
     if own is not None:
         entries, picks = own

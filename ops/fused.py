@@ -245,8 +245,8 @@ def pick_entries(scores: Tensor, visible: Tensor, count: int) -> Tensor:
     """
     n = scores.shape[-1]
     masked, index = masked_scores(scores, visible)
-    bits = (masked + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
-    keys = (ordered << 32) | (n - 1 - index)
+    bits = masked.add_(0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
+    ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
+    keys = ordered.to(torch.int64).bitwise_left_shift_(32).bitwise_or_(n - 1 - index)
     order = n - 1 - (keys.topk(min(count, n), dim=-1).values & 0xFFFFFFFF)
     return padded_picks(order, visible, count)
