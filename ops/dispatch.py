@@ -17,7 +17,7 @@ from torch import Tensor
 from ..state.errors import ConfigError
 from . import (
     attention,
-    blocks,
+    chunks,
     compressor,
     experts,
     fused,
@@ -147,10 +147,10 @@ FUSED: Final = attrs.evolve(
     normalize_query=fused.normalize_query,
     apply_rotary=fused.apply_rotary,
     enter_streams=fused.enter_streams,
-    update_streams=blocks.update_streams,
-    index_scores=blocks.index_scores,
+    update_streams=chunks.update_streams,
+    index_scores=chunks.index_scores,
     pick_entries=fused.pick_entries,
-    attend_chunk=blocks.attend_chunk,
+    attend_chunk=chunks.attend_chunk,
     experts=fused.experts_sorted,
     expert=fused.expert,
 )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import blocks, norms
+from . import chunks, norms
 from . import experts as plain
 from .experts import PLAIN, ExpertMath, gate_up, inner_rows
 from .indexer import masked_scores, padded_picks
@@ -120,7 +120,7 @@ def _experts_thin(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tens
     is_few = 0 < max(counts) <= FEW_ROWS and sum(map(bool, counts)) >= len(counts) * MOST_EXPERTS
     if is_few and not (EMULATES_BF16 and w13.dtype is torch.bfloat16):
         return _padded_experts(x, ids, weights, w13, w2, limit, max(counts))
-    return blocks.run_blocks(x, ids, weights, w13, w2, limit, linear, counts)
+    return chunks.run_blocks(x, ids, weights, w13, w2, limit, linear, counts)
 
 
 def _padded_experts(
@@ -181,7 +181,7 @@ def _sinkhorn(logits: Tensor, n_iters: int, eps: float) -> Tensor:
     if logits.shape[0] == 1:
         return torch.ops.purestep.sinkhorn_one(logits, n_iters, eps)
     if logits.shape[0] >= MANY_ROWS:
-        return blocks.sinkhorn_columns(logits, n_iters, eps)
+        return chunks.sinkhorn_columns(logits, n_iters, eps)
     k = logits.softmax(-1).add_(eps)
     across = k.transpose(1, 2)
     ones = k.new_ones(k.shape[0], k.shape[1], 1)
@@ -245,8 +245,8 @@ def pick_entries(scores: Tensor, visible: Tensor, count: int) -> Tensor:
     """
     n = scores.shape[-1]
     masked, index = masked_scores(scores, visible)
-    bits = masked.add_(0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
-    ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
-    keys = ordered.to(torch.int64).bitwise_left_shift_(32).bitwise_or_(n - 1 - index)
+    bits = (masked + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    keys = (ordered << 32) | (n - 1 - index)
     order = n - 1 - (keys.topk(min(count, n), dim=-1).values & 0xFFFFFFFF)
     return padded_picks(order, visible, count)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.steps import examples
 from purestep.model.reading import ordered_picks
-from purestep.ops import attention, blocks, experts, indexer, streams
+from purestep.ops import attention, chunks, experts, indexer, streams
 from purestep.ops.dispatch import FUSED, INVARIANT, REFERENCE, Ops
 from purestep.state.errors import ConfigError
 from torch import Tensor
@@ -129,7 +129,7 @@ def test_experts_in_blocks(seed: int, n_rows: int, chosen: int, dtype: torch.dty
     args = (x, ids, torch.rand(n_rows, chosen, generator=generator), w13, w2, 0.6, REFERENCE.linear)
     before = x.clone()
     counts = torch.bincount(ids.flatten(), minlength=5).tolist()
-    found, expected = blocks.run_blocks(*args, counts), experts.run_sorted(*args)
+    found, expected = chunks.run_blocks(*args, counts), experts.run_sorted(*args)
     assert found.dtype == expected.dtype
     assert torch.equal(x, before)
     torch.testing.assert_close(found, expected, **({"atol": 2e-2, "rtol": 2e-2} if dtype is torch.bfloat16 else CLOSE))
@@ -148,9 +148,9 @@ def test_streams_in_blocks(seed: int, n: int, block: int, dtype: torch.dtype, ro
     rows, y = draw(seed, n, 4, 8).to(dtype), draw(seed + 1, n, 8).to(dtype)
     post, comb = draw(seed + 2, n, 4), draw(seed + 3, n, 4, 4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "BLOCK", block)
+        patch.setattr(chunks, "BLOCK", block)
         for own in (rows, streams.split_streams(y, 4)):
-            found = blocks.update_streams(own, y, post, comb, rounding=rounding)
+            found = chunks.update_streams(own, y, post, comb, rounding=rounding)
             expected = streams.update_streams(own, y, post, comb, rounding=rounding)
             torch.testing.assert_close(found, expected, atol=4e-2 if dtype is torch.bfloat16 else 1e-5, rtol=1e-2)
 
@@ -161,7 +161,7 @@ def test_streams_in_blocks(seed: int, n: int, block: int, dtype: torch.dtype, ro
 def test_sinkhorn_along_the_rows(seed: int, n: int, spread: float, rounds: int) -> None:
     """Scaling rows and columns of all tokens at once gives the matrices of the plain rounds, one after the other."""
     logits = draw(seed, n, 4, 4) * spread
-    found = blocks.sinkhorn_columns(logits, rounds, 1e-6)
+    found = chunks.sinkhorn_columns(logits, rounds, 1e-6)
     assert found.is_contiguous()
     torch.testing.assert_close(found, streams.sinkhorn(logits, rounds, 1e-6), atol=1e-6, rtol=1e-5)
 
@@ -179,8 +179,8 @@ def test_index_scores_in_blocks(seed: int, n: int, entries: int, tile: int, dtyp
     """Scores in blocks of rows are the plain ones, in both dtypes."""
     q, keys, weights = (draw(seed + i, *shape).to(dtype) for i, shape in enumerate(((n, 3, 8), (entries, 8), (n, 3))))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "TILE_SCORES", tile)
-        found = blocks.index_scores(q, keys, weights, rounding=rounding)
+        patch.setattr(chunks, "TILE_SCORES", tile)
+        found = chunks.index_scores(q, keys, weights, rounding=rounding)
     expected = indexer.index_scores(q, keys, weights, rounding=rounding)
     torch.testing.assert_close(found, expected, **({"atol": 0.1, "rtol": 2e-2} if dtype is torch.bfloat16 else CLOSE))
 
@@ -204,7 +204,7 @@ def test_memory_of_chunk_attention(count: int | None, tmp_path: Path) -> None:
         args, options = chunk_case(0, 4000, n_rows, 4, count)
         peaks.append(peak_of(lambda a=args, o=options: FUSED.attend_chunk(*a, **o), tmp_path) - args[0].nbytes)
     assert peaks[1] < 1.2 * peaks[0]
-    assert peaks[1] < 6 * 4 * max(blocks.TILE_SCORES, blocks.TILE_KEYS)
+    assert peaks[1] < 6 * 4 * max(chunks.TILE_SCORES, chunks.TILE_KEYS)
 
 
 def test_memory_of_picked_entries(tmp_path: Path) -> None:
