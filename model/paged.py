@@ -101,10 +101,10 @@ def _state_loc(metadata: AttentionMetadata) -> Tensor:
 
 def paged_attention(
     model: Model,
-    layer: int,
+    ratio: int,
     p: AttentionParams,
     x: Tensor,
-    buffers: Mapping[str, Tensor],
+    rows: Mapping[str, Tensor],
     layout: KVLayout,
     batch: ForwardBatch,
     factors: Rotations,
@@ -114,10 +114,10 @@ def paged_attention(
 
     Args:
         model: the model.
-        layer: index of the layer.
+        ratio: of the layer.
         p: its attention weights.
         x: float[T,H]. Normed sublayer input.
-        buffers: cache buffers; the layer's rows of ``write_rows`` are written.
+        rows: the layer's cache rows by buffer; those of ``write_rows`` are written.
         layout: of the caches.
         batch: the step.
         factors: of ``rotations``.
@@ -125,10 +125,10 @@ def paged_attention(
     Returns:
         float[T,H].
     """
-    ratio, meta, c4_page = layout.kinds[layer], batch.metadata, layout.sizes.c4_page
+    meta, c4_page = batch.metadata, layout.sizes.c4_page
     turn = factors[ratio, "tokens"]
     q, low = project_query(model, p, x, turn)
-    pools = write_entries(model, layer, p, x, buffers, layout, meta, factors)
+    pools = write_entries(model, ratio, p, x, rows, layout, meta, factors)
     picks: Tensor | None = None
     if ratio == C4_RATIO:
         assert p.indexer is not None, "a ratio-4 layer has an indexer: the loader checks it"
@@ -140,10 +140,10 @@ def paged_attention(
 
 def write_entries(
     model: Model,
-    layer: int,
+    ratio: int,
     p: AttentionParams,
     x: Tensor,
-    buffers: Mapping[str, Tensor],
+    rows: Mapping[str, Tensor],
     layout: KVLayout,
     meta: AttentionMetadata,
     factors: Rotations,
@@ -152,37 +152,39 @@ def write_entries(
 
     Args:
         model: the model.
-        layer: index of the layer.
+        ratio: of the layer.
         p: its attention weights.
         x: float[T,H]. Normed sublayer input.
-        buffers: cache buffers; the layer's rows of ``write_rows`` are written.
+        rows: the layer's cache rows by buffer; those of ``write_rows`` are written.
         layout: of the caches.
         meta: of the step.
         factors: of ``rotations``.
     Returns:
         The layer's entries by buffer, and its index keys if it has any.
     """
-    ratio = layout.kinds[layer]
-    view = {name: layer_rows(buffers, layout, name, layer) for name in layout.buffers_of(layer)}
-    pools = {name: entry_pool(model, layout, rows) for name, rows in view.items() if name in _ENTRIES}
+    pools = {name: entry_pool(model, layout, rows[name]) for name in _ENTRIES if name in rows}
     pools["swa"].write(meta.swa_loc, project_kv(model, p, x, factors[ratio, "tokens"]))
     if ratio:
         assert p.compressor is not None, "a layer with a ratio has a compressor: the loader checks it"
         name = "c4" if ratio == C4_RATIO else "c128"
         turn, plan = factors[ratio, "entries"], meta.compressors[ratio]
         compress = _fold_tokens if layout.is_online and ratio == C128_RATIO else _compress_tokens
-        compress(model, p.compressor, x, pools[name], view[f"{name}_state"], plan, turn)
+        compress(model, p.compressor, x, pools[name], rows[f"{name}_state"], plan, turn)
     if ratio == C4_RATIO:
         assert p.indexer is not None, "a ratio-4 layer has an indexer: the loader checks it"
-        pools["index"] = key_pool(model, layout, view["index"])
-        _compress_tokens(model, p.indexer.compressor, x, pools["index"], view["index_state"], plan, turn)
+        pools["index"] = key_pool(model, layout, rows["index"])
+        _compress_tokens(model, p.indexer.compressor, x, pools["index"], rows["index_state"], plan, turn)
     return pools
 
 
-def layer_rows(buffers: Mapping[str, Tensor], layout: KVLayout, name: str, layer: int) -> Tensor:
-    """See the rows of one layer in a cache buffer."""
-    n_slots = layout.n_slots(name)
-    return buffers[name].narrow(0, layout.place(name, layer) * n_slots, n_slots)
+def layer_rows(buffers: Mapping[str, Tensor], layout: KVLayout, layer: int) -> dict[str, Tensor]:
+    """See the rows of one layer in the cache buffers: float[S,D] by buffer."""
+
+    def rows(name: str) -> Tensor:
+        n_slots = layout.n_slots(name)
+        return buffers[name].narrow(0, layout.place(name, layer) * n_slots, n_slots)
+
+    return {name: rows(name) for name in layout.buffers_of(layer)}
 
 
 def _compress_tokens(

@@ -30,10 +30,21 @@ from . import (
     router,
     stored,
     streams,
+    traced,
     vocabulary,
 )
 
-__all__ = ["DIFFERENTIABLE", "FUSED", "INVARIANT", "REFERENCE", "Ops", "PagedOps", "kernel_table", "with_stored"]
+__all__ = [
+    "DIFFERENTIABLE",
+    "FUSED",
+    "INVARIANT",
+    "REFERENCE",
+    "TRACED",
+    "Ops",
+    "PagedOps",
+    "kernel_table",
+    "with_stored",
+]
 
 Kernel = Callable[..., Tensor]
 Kernels2 = Callable[..., tuple[Tensor, Tensor]]
@@ -155,6 +166,21 @@ FUSED: Final = attrs.evolve(
     expert=fused.expert,
 )
 """What runs on a CPU by default; equal to the reference within rounding."""
+
+TRACED: Final = attrs.evolve(
+    REFERENCE,
+    name="traced",
+    linear=traced.linear,
+    apply_rotary=traced.apply_rotary,
+    enter_streams=traced.enter_streams,
+    join_streams=traced.join_streams,
+    update_streams=traced.update_streams,
+    pick_entries=fused.pick_entries,
+    route_scored=traced.route_scored,
+    experts=traced.experts,
+    expert=traced.expert,
+)
+"""What compiled graphs are made of; equal to the reference within rounding."""
 
 INVARIANT: Final = attrs.evolve(
     REFERENCE,
