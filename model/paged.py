@@ -334,42 +334,19 @@ def _attend_chunk(
 ) -> Tensor:
     """Attend from the tokens of one request over keys that they share, in tiles of query rows: float[T,N,D]."""
     n_rows = chunk.seq_len - chunk.prefix_len
-    window = pools["swa"].read(chunk.window_loc)
+    has_entries = bool(ratio) and chunk.seq_len >= ratio
     entry_loc = chunk.c4_loc if ratio == C4_RATIO else chunk.c128_loc
-    n_entries = chunk.seq_len // ratio if ratio else 0
-    entries = pools["c4" if ratio == C4_RATIO else "c128"].read(entry_loc) if n_entries else None
-    per_row = model.config.num_attention_heads * (model.config.sliding_window * 2 + n_entries)
-    step = max(1, min(n_rows, 2 * model.config.sliding_window, SCORE_BUDGET // per_row))
-    out = torch.empty_like(q[:n_rows])
-    for a in range(0, n_rows, step):
-        b = min(a + step, n_rows)
-        rows = slice(chunk.start + a, chunk.start + b)
-        position = torch.arange(chunk.prefix_len + a, chunk.prefix_len + b, device=q.device)
-        first = max(0, chunk.prefix_len + a - model.config.sliding_window + 1)
-        keys = window[first - chunk.window_start : chunk.prefix_len + b - chunk.window_start]
-        age = position.unsqueeze(-1) - torch.arange(first, chunk.prefix_len + b, device=q.device)
-        mask = (age >= 0) & (age < model.config.sliding_window)
-        n_seen = (chunk.prefix_len + b) // ratio if ratio else 0
-        if entries is not None and n_seen:
-            visible = (position + 1) // ratio
-            if picks is None:
-                seen = torch.arange(n_seen, device=q.device) < visible.unsqueeze(-1)
-            else:
-                seen = _picked(picks[rows], n_seen)
-            keys, mask = torch.cat((keys, entries[:n_seen])), torch.cat((mask, seen), dim=1)
-        out[a:b] = model.ops.attend(
-            q[rows],
-            keys,
-            mask,
-            p.attn_sink,
-            scale=model.config.head_dim**-0.5,
-            rounding=model.numerics.probability_rounding,
-        )
-    return out
-
-
-def _picked(picks: Tensor, n_seen: int) -> Tensor:
-    """Mark the entries that the rows of one tile read: bool[T,C]."""
-    # One extra column takes the -1 of missing picks.
-    hit = torch.zeros((picks.shape[0], n_seen + 1), dtype=torch.bool, device=picks.device)
-    return hit.scatter_(1, torch.where(picks < 0, n_seen, picks), True)[:, :n_seen]
+    rows = slice(chunk.start, chunk.start + n_rows)
+    return model.ops.attend_chunk(
+        q[rows],
+        pools["swa"].read(chunk.window_loc),
+        pools["c4" if ratio == C4_RATIO else "c128"].read(entry_loc) if has_entries else None,
+        picks[rows] if has_entries and picks is not None else None,
+        p.attn_sink,
+        first=chunk.prefix_len,
+        ratio=ratio,
+        reach=model.config.sliding_window,
+        scale=model.config.head_dim**-0.5,
+        rounding=model.numerics.probability_rounding,
+        budget=SCORE_BUDGET,
+    )

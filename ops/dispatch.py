@@ -17,6 +17,7 @@ from torch import Tensor
 from ..state.errors import ConfigError
 from . import (
     attention,
+    chunks,
     compressor,
     experts,
     fused,
@@ -101,6 +102,7 @@ class Ops:
     index_scores: Kernel
     pick_entries: Kernel
     attend: Kernel
+    attend_chunk: Kernel
     route_scored: Kernels2
     route_hash: Kernels2
     experts: Kernel
@@ -131,6 +133,7 @@ REFERENCE: Final = Ops(
     index_scores=indexer.index_scores,
     pick_entries=indexer.pick_entries,
     attend=attention.attend,
+    attend_chunk=attention.attend_chunk,
     route_scored=router.route_scored,
     route_hash=router.route_hash,
     experts=experts.experts_sorted,
@@ -155,7 +158,10 @@ FUSED: Final = attrs.evolve(
     normalize_query=fused.normalize_query,
     apply_rotary=fused.apply_rotary,
     enter_streams=fused.enter_streams,
+    update_streams=chunks.update_streams,
+    index_scores=chunks.index_scores,
     pick_entries=fused.pick_entries,
+    attend_chunk=chunks.attend_chunk,
     experts=fused.experts_sorted,
     expert=fused.expert,
 )
@@ -193,6 +199,7 @@ INVARIANT: Final = attrs.evolve(
     fold_member=invariant.by_rows(REFERENCE.fold_member, 3),
     index_scores=invariant.index_scores,
     attend=invariant.attend,
+    attend_chunk=invariant.attend_chunk,
     route_scored=invariant.by_rows(REFERENCE.route_scored, 1),
     route_hash=invariant.by_rows(REFERENCE.route_hash, 2),
     experts=invariant.by_rows(invariant.experts_sorted, 3),
