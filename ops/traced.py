@@ -114,7 +114,7 @@ def experts(
     A product of a row with a gathered weight is a sum that the compiler fuses with the gather: only the chosen weights
     are read, and nothing is copied. Where rows share experts, those that do are multiplied together.
     """
-    if ids.numel() > w13.shape[0] // 4:
+    if x.is_cpu and ids.numel() > w13.shape[0] // 4:
         return experts_blocked(x, ids, weights, w13, w2, limit, how=how)
     hidden = (x[:, None, None, :].float() * w13[ids].float()).sum(-1).to(x.dtype)
     inner = inner_rows(hidden, weights.unsqueeze(-1), limit, how)
