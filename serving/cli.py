@@ -56,6 +56,7 @@ from ..step.compare import compare_runs
 from ..step.generate import generate_tokens, prompt_ids
 from ..step.run_files import save_run
 from ..step.selfcheck import check_output
+from .address import check_address
 from .bench_decode import bench_table, draw_timings, time_decode
 from .checkpoint_tools import convert as convert_checkpoint
 from .checkpoint_tools import make_tiny as make_tiny_checkpoint
@@ -69,7 +70,7 @@ from .load_plan import Endpoint, draw_arrivals, draw_prompts, read_prompts, read
 from .load_stats import load_tables, summarise
 from .plan_step import plan_step
 from .plan_table import plan_tables
-from .processes import join_processes
+from .processes import join_processes, rank_here
 from .profile import filled_state, profile_step, profile_table, write_trace
 from .records import diff_tables, read_pairs, read_run, record_run, row_independent
 from .score import Score, score_text
@@ -601,6 +602,8 @@ def serve(
         sync_token_ids=sync_token_ids,
         timeout_s=rank_timeout,
     )
+    if rank_here() == 0:
+        check_address(host, port)
     join_processes(parallel)
     loaded = _load(model, dtype, kernels, chip, numerics, parallel)
     if invariant:
