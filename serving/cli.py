@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import sys
 import time
 import warnings
@@ -74,14 +75,12 @@ from .processes import join_processes, rank_here
 from .profile import filled_state, profile_step, profile_table, write_trace
 from .records import diff_tables, read_pairs, read_run, record_run, row_independent
 from .score import Score, score_text
-from .terminal import STDIN, decode_text, progress_bar, read_text, table_console, write_text
+from .terminal import INTERRUPTED, STDIN, decode_text, progress_bar, read_text, table_console, write_text
 from .trace_page import trace_page
 from .trace_run import history_prompts, parse_histories, token_texts, trace_run
 from .trace_text import batch_table, pool_table, stage_table
 
 __all__ = ["app", "main"]
-
-INTERRUPTED: Final = 130
 
 _USAGE_ERROR: Final[type[Exception]] = typer.BadParameter.__bases__[0]
 """What every complaint about arguments is; typer does not export it."""
@@ -129,7 +128,11 @@ Caches = Annotated[
 
 def main() -> None:
     """Run the command that the arguments name."""
-    app()
+    try:
+        app()
+    finally:
+        # What is pressed while the process ends changes nothing.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @app.callback(invoke_without_command=True)
