@@ -459,10 +459,18 @@ def record(
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that every request samples.")] = 8,
     chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens of a request fed at once.")] = 512,
     seed: Annotated[int | None, typer.Option(help="Sample with it; default always the likeliest token.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run that is in the folder.")] = False,
 ) -> None:
     """Run prompts as one batch and write what every step computes, for "purestep diff"."""
     if out.exists() and not out.is_dir():
         raise RequestError(f"OUT: expected a folder to write to, got the file {out}", field="out", got=out)
+    if out.is_dir() and any(out.iterdir()) and not overwrite:
+        raise RequestError(
+            f"OUT: expected a new or empty folder, got {out}, which holds files; choose another, or replace the "
+            "run in it with --overwrite",
+            field="out",
+            got=out,
+        )
     texts = [_prompt_text(prompt) for prompt in prompts]
     loaded = _load(model, dtype, kernels, chip)
     if invariant:
