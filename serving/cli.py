@@ -810,7 +810,7 @@ def _optional(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"this command: expected the libraries of the server, got none named {error.name!r}; "
-            'install them with: pip install "purestep[serving]"',
+            'install them, in the folder of the repository, with: pip install ".[serving]"',
             field="serve",
         ) from error
 

@@ -123,5 +123,5 @@ def test_missing_libraries_are_named_with_the_cure(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(cli, "import_module", refuse)
     result = CliRunner().invoke(cli.app, ["serve"], prog_name="purestep")
     assert result.exit_code == 2
-    assert "purestep[serving]" in result.stderr
+    assert 'pip install ".[serving]"' in result.stderr
     assert "aiohttp" in result.stderr
