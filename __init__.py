@@ -53,6 +53,8 @@ from .state.sampling import SamplingState as SamplingState
 from .step.commit import commit as commit
 from .step.compare import Difference as Difference
 from .step.compare import first_difference as first_difference
+from .step.compiled import CompiledStep as CompiledStep
+from .step.compiled import compile_step as compile_step
 from .step.decode import decode_step as decode_step
 from .step.extend import extend_step as extend_step
 from .step.files import restore_state as restore_state
@@ -83,6 +85,7 @@ __all__ = [
     "CapacityError",
     "Captured",
     "CheckpointError",
+    "CompiledStep",
     "Config",
     "ConfigError",
     "DecodeState",
@@ -109,6 +112,7 @@ __all__ = [
     "Trace",
     "close_request",
     "commit",
+    "compile_step",
     "decode_step",
     "export_request",
     "extend_step",

@@ -30,7 +30,6 @@ from ..state.paged_tables import AscendTables, CompressorTables
 from ..state.values import value
 from .attention import group_rows, index_weights, query_heads
 from .model import Model
-from .paged import layer_rows
 from .params import AttentionParams, CompressorParams, IndexerParams, LayerParams, Params, Weight
 from .reading import ordered_picks
 from .stages import Tap, untapped
@@ -145,10 +144,10 @@ def _hadamard(model: Model) -> Tensor:
 
 def paged_attention(
     model: Model,
-    layer: int,
+    ratio: int,
     p: AttentionParams,
     x: Tensor,
-    buffers: Mapping[str, Tensor],
+    rows: Mapping[str, Tensor],
     layout: KVLayout,
     batch: ForwardBatch,
     factors: AscendOperands,
@@ -158,10 +157,10 @@ def paged_attention(
 
     Args:
         model: the model.
-        layer: index of the layer.
+        ratio: of the layer.
         p: its attention weights.
         x: bf16[T,H]. Normed sublayer input.
-        buffers: cache buffers; the layer's rows of ``write_rows`` are written.
+        rows: the layer's cache rows by buffer; those of ``write_rows`` are written.
         layout: of the caches.
         batch: the step.
         factors: of ``operands``.
@@ -169,29 +168,28 @@ def paged_attention(
     Returns:
         bf16[T,H].
     """
-    paged, tables, ratio = _paged(model), _tables(batch), layout.kinds[layer]
-    view = {name: layer_rows(buffers, layout, name, layer) for name in layout.buffers_of(layer)}
+    paged, tables = _paged(model), _tables(batch)
     cos, sin = factors.turns[ratio]
     q, low = query_heads(model, p, x)
     q = paged.rotate(q, cos, sin)
     kv = model.ops.rms_norm(model.ops.linear(x, p.wkv), p.kv_norm, model.config.rms_norm_eps)
-    paged.write_window(view["swa"], factors.window_slots, paged.rotate(kv, cos, sin))
+    paged.write_window(rows["swa"], factors.window_slots, paged.rotate(kv, cos, sin))
     entries: Tensor | None = None
     entry_table: Tensor | None = None
     picks: Tensor | None = None
     if ratio:
         name = "c4" if ratio == C4_RATIO else "c128"
-        closed = _compress(model, p.compressor, x, view[f"{name}_state"], batch, factors, ratio)
-        paged.write_entries(view[name], factors.slots[ratio], closed)
-        entries = _blocks(view[name], layout.sizes.c4_page if ratio == C4_RATIO else C128_PAGE)
+        closed = _compress(model, p.compressor, x, rows[f"{name}_state"], batch, factors, ratio)
+        paged.write_entries(rows[name], factors.slots[ratio], closed)
+        entries = _blocks(rows[name], layout.sizes.c4_page if ratio == C4_RATIO else C128_PAGE)
         entry_table = tables.c4_table if ratio == C4_RATIO else tables.c128_table
     if ratio == C4_RATIO:
         assert p.indexer is not None, "a ratio-4 layer has an indexer: the loader checks it"
-        picks = _pick(model, p.indexer, x, low, view, layout.sizes.c4_page, batch, factors)
+        picks = _pick(model, p.indexer, x, low, rows, layout.sizes.c4_page, batch, factors)
         picks = _tapped(picks, tap)
     o = paged.attend(
         q,
-        _blocks(view["swa"], layout.sizes.page_size),
+        _blocks(rows["swa"], layout.sizes.page_size),
         entries,
         picks,
         p.attn_sink,

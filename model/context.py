@@ -36,10 +36,10 @@ __all__ = ["context_attention"]
 
 def context_attention(
     model: Model,
-    layer: int,
+    ratio: int,
     p: AttentionParams,
     x: Tensor,
-    buffers: Mapping[str, Tensor],
+    rows: Mapping[str, Tensor],
     layout: KVLayout,
     batch: ForwardBatch,
     factors: Any,
@@ -49,10 +49,10 @@ def context_attention(
 
     Args:
         model: the model.
-        layer: index of the layer.
+        ratio: of the layer.
         p: its attention weights.
         x: float[T,H]. Normed sublayer input.
-        buffers: this rank's cache buffers; the layer's rows of ``write_rows`` are written.
+        rows: the layer's cache rows of this rank by buffer; those of ``write_rows`` are written.
         layout: of the caches.
         batch: the step.
         factors: of ``rotations``.
@@ -60,11 +60,11 @@ def context_attention(
     Returns:
         float[T,H].
     """
-    ratio, meta, group = layout.kinds[layer], batch.metadata, model.ranks.context
+    meta, group = batch.metadata, model.ranks.context
     assert meta.singles is not None, "every token has tables of its own here"
     turn = factors[ratio, "tokens"]
     q, low = project_query(model, p, x, turn)
-    pools = write_entries(model, layer, p, x, buffers, layout, meta, factors)
+    pools = write_entries(model, ratio, p, x, rows, layout, meta, factors)
     picks: Tensor | None = None
     if ratio == C4_RATIO:
         assert p.indexer is not None, "a ratio-4 layer has an indexer: the loader checks it"

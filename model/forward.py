@@ -22,10 +22,11 @@ from .context import context_attention
 from .head import embed_ids
 from .layer import head_logits, layer
 from .model import Model
-from .paged import Rotations, paged_attention, rotations, write_rows
+from .paged import Rotations, layer_rows, paged_attention, rotations, write_rows
+from .params import LayerParams
 from .stages import Tap, layer_tap, untapped
 
-__all__ = ["Operands", "embed_tokens", "forward", "layer_operands", "layer_step", "run_model"]
+__all__ = ["Operands", "embed_tokens", "forward", "layer_operands", "layer_step", "run_layer", "run_model"]
 
 
 def embed_tokens(model: Model, batch: ForwardBatch) -> MHCState:
@@ -60,27 +61,42 @@ def layer_operands(model: Model, layout: KVLayout, batch: ForwardBatch) -> Opera
     return rotations(model, batch) if model.ops.paged is None else ascend.operands(model, batch)
 
 
-def _run_layer(
+def run_layer(
     model: Model,
-    i: int,
+    p: LayerParams,
+    ratio: int,
     streams: Tensor,
-    buffers: Mapping[str, Tensor],
+    rows: Mapping[str, Tensor],
     layout: KVLayout,
     batch: ForwardBatch,
     operands: Operands,
-    tap: Tap,
+    tap: Tap = untapped,
 ) -> Tensor:
-    p, tap = model.params.layers[i], layer_tap(tap, i)
+    """Run one layer on raw cache rows: what ``layer_step`` does inside its write.
+
+    Args:
+        model: the model.
+        p: weights of the layer.
+        ratio: of the layer.
+        streams: float[T,M,H].
+        rows: the layer's cache rows by buffer (``layer_rows``); the step's rows are written.
+        layout: of the caches.
+        batch: the step.
+        operands: of ``layer_operands``.
+        tap: of the layer.
+    Returns:
+        float[T,M,H].
+    """
     tables = batch.metadata.tables
 
     def attention(x: Tensor) -> Tensor:
         if not x.shape[0]:  # an idle replica only takes part in what all replicas do
             return x
         if model.ranks.parallel.dcp > 1:
-            return context_attention(model, i, p.attn, x, buffers, layout, batch, operands, tap)
+            return context_attention(model, ratio, p.attn, x, rows, layout, batch, operands, tap)
         if isinstance(operands, AscendOperands):
-            return ascend.paged_attention(model, i, p.attn, x, buffers, layout, batch, operands, tap)
-        return paged_attention(model, i, p.attn, x, buffers, layout, batch, operands, tap)
+            return ascend.paged_attention(model, ratio, p.attn, x, rows, layout, batch, operands, tap)
+        return paged_attention(model, ratio, p.attn, x, rows, layout, batch, operands, tap)
 
     if tables is not None and tables.live is not None:
         tap = _weightless(tap, tables.live)
@@ -120,7 +136,9 @@ def layer_step(
     rows = write_rows(kv.layout, batch.metadata, range(i, i + 1))
     operands = layer_operands(model, kv.layout, batch)
     with kv.handle.write(rows) as write:
-        streams = _run_layer(model, i, mhc.streams, write.tensors, kv.layout, batch, operands, tap)
+        view = layer_rows(write.tensors, kv.layout, i)
+        p, ratio = model.params.layers[i], kv.layout.kinds[i]
+        streams = run_layer(model, p, ratio, mhc.streams, view, kv.layout, batch, operands, layer_tap(tap, i))
     return MHCState(streams=streams), attrs.evolve(kv, handle=write.handle)
 
 
@@ -181,8 +199,9 @@ def run_model(
         f32[B,V], f32[T,V] or f32[0,V].
     """
     streams = embed_tokens(model, batch).streams
-    for i in range(model.config.num_hidden_layers):
-        streams = _run_layer(model, i, streams, buffers, layout, batch, operands, tap)
+    for i, p in enumerate(model.params.layers):
+        rows = layer_rows(buffers, layout, i)
+        streams = run_layer(model, p, layout.kinds[i], streams, rows, layout, batch, operands, layer_tap(tap, i))
     streams = tap("final.streams", streams)
     if logits != "all":
         kept = batch.last_rows if logits == "last" else batch.last_rows[:0]

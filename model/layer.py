@@ -17,13 +17,20 @@ from .model import Model
 from .params import LayerParams, MoEParams, StreamParams
 from .stages import Tap, untapped
 
-__all__ = ["head_logits", "layer", "mixture"]
+__all__ = ["head_logits", "layer", "mixture", "sublayer_input"]
 
 
-def _around(
-    model: Model, p: StreamParams, norm: Tensor, streams: Tensor, sublayer: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """Run ``sublayer`` inside one mHC."""
+def sublayer_input(model: Model, p: StreamParams, norm: Tensor, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what a sublayer reads, and the mixes that its output comes back by.
+
+    Args:
+        model: the model.
+        p: weights of the mHC around it.
+        norm: weight of its norm.
+        streams: float[...,T,M,H].
+    Returns:
+        (x float[...,T,H], post f32[...,T,M], comb f32[...,T,M,M]).
+    """
     ops, config = model.ops, model.config
     y, post, comb = ops.enter_streams(
         streams,
@@ -34,8 +41,15 @@ def _around(
         eps=config.hc_eps,
         norm_eps=config.rms_norm_eps,
     )
-    x = ops.rms_norm(y, norm, config.rms_norm_eps)
-    return ops.update_streams(streams, sublayer(x), post, comb)
+    return ops.rms_norm(y, norm, config.rms_norm_eps), post, comb
+
+
+def _around(
+    model: Model, p: StreamParams, norm: Tensor, streams: Tensor, sublayer: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Run ``sublayer`` inside one mHC."""
+    x, post, comb = sublayer_input(model, p, norm, streams)
+    return model.ops.update_streams(streams, sublayer(x), post, comb)
 
 
 def mixture(

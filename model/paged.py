@@ -101,10 +101,10 @@ def _state_loc(metadata: AttentionMetadata) -> Tensor:
 
 def paged_attention(
     model: Model,
-    layer: int,
+    ratio: int,
     p: AttentionParams,
     x: Tensor,
-    buffers: Mapping[str, Tensor],
+    rows: Mapping[str, Tensor],
     layout: KVLayout,
     batch: ForwardBatch,
     factors: Rotations,
@@ -114,10 +114,10 @@ def paged_attention(
 
     Args:
         model: the model.
-        layer: index of the layer.
+        ratio: of the layer.
         p: its attention weights.
         x: float[T,H]. Normed sublayer input.
-        buffers: cache buffers; the layer's rows of ``write_rows`` are written.
+        rows: the layer's cache rows by buffer; those of ``write_rows`` are written.
         layout: of the caches.
         batch: the step.
         factors: of ``rotations``.
@@ -125,10 +125,10 @@ def paged_attention(
     Returns:
         float[T,H].
     """
-    ratio, meta, c4_page = layout.kinds[layer], batch.metadata, layout.sizes.c4_page
+    meta, c4_page = batch.metadata, layout.sizes.c4_page
     turn = factors[ratio, "tokens"]
     q, low = project_query(model, p, x, turn)
-    pools = write_entries(model, layer, p, x, buffers, layout, meta, factors)
+    pools = write_entries(model, ratio, p, x, rows, layout, meta, factors)
     picks: Tensor | None = None
     if ratio == C4_RATIO:
         assert p.indexer is not None, "a ratio-4 layer has an indexer: the loader checks it"
@@ -140,10 +140,10 @@ def paged_attention(
 
 def write_entries(
     model: Model,
-    layer: int,
+    ratio: int,
     p: AttentionParams,
     x: Tensor,
-    buffers: Mapping[str, Tensor],
+    rows: Mapping[str, Tensor],
     layout: KVLayout,
     meta: AttentionMetadata,
     factors: Rotations,
@@ -152,37 +152,39 @@ def write_entries(
 
     Args:
         model: the model.
-        layer: index of the layer.
+        ratio: of the layer.
         p: its attention weights.
         x: float[T,H]. Normed sublayer input.
-        buffers: cache buffers; the layer's rows of ``write_rows`` are written.
+        rows: the layer's cache rows by buffer; those of ``write_rows`` are written.
         layout: of the caches.
         meta: of the step.
         factors: of ``rotations``.
     Returns:
         The layer's entries by buffer, and its index keys if it has any.
     """
-    ratio = layout.kinds[layer]
-    view = {name: layer_rows(buffers, layout, name, layer) for name in layout.buffers_of(layer)}
-    pools = {name: entry_pool(model, layout, rows) for name, rows in view.items() if name in _ENTRIES}
+    pools = {name: entry_pool(model, layout, rows[name]) for name in _ENTRIES if name in rows}
     pools["swa"].write(meta.swa_loc, project_kv(model, p, x, factors[ratio, "tokens"]))
     if ratio:
         assert p.compressor is not None, "a layer with a ratio has a compressor: the loader checks it"
         name = "c4" if ratio == C4_RATIO else "c128"
         turn, plan = factors[ratio, "entries"], meta.compressors[ratio]
         compress = _fold_tokens if layout.is_online and ratio == C128_RATIO else _compress_tokens
-        compress(model, p.compressor, x, pools[name], view[f"{name}_state"], plan, turn)
+        compress(model, p.compressor, x, pools[name], rows[f"{name}_state"], plan, turn)
     if ratio == C4_RATIO:
         assert p.indexer is not None, "a ratio-4 layer has an indexer: the loader checks it"
-        pools["index"] = key_pool(model, layout, view["index"])
-        _compress_tokens(model, p.indexer.compressor, x, pools["index"], view["index_state"], plan, turn)
+        pools["index"] = key_pool(model, layout, rows["index"])
+        _compress_tokens(model, p.indexer.compressor, x, pools["index"], rows["index_state"], plan, turn)
     return pools
 
 
-def layer_rows(buffers: Mapping[str, Tensor], layout: KVLayout, name: str, layer: int) -> Tensor:
-    """See the rows of one layer in a cache buffer."""
-    n_slots = layout.n_slots(name)
-    return buffers[name].narrow(0, layout.place(name, layer) * n_slots, n_slots)
+def layer_rows(buffers: Mapping[str, Tensor], layout: KVLayout, layer: int) -> dict[str, Tensor]:
+    """See the rows of one layer in the cache buffers: float[S,D] by buffer."""
+
+    def rows(name: str) -> Tensor:
+        n_slots = layout.n_slots(name)
+        return buffers[name].narrow(0, layout.place(name, layer) * n_slots, n_slots)
+
+    return {name: rows(name) for name in layout.buffers_of(layer)}
 
 
 def _compress_tokens(
@@ -332,42 +334,19 @@ def _attend_chunk(
 ) -> Tensor:
     """Attend from the tokens of one request over keys that they share, in tiles of query rows: float[T,N,D]."""
     n_rows = chunk.seq_len - chunk.prefix_len
-    window = pools["swa"].read(chunk.window_loc)
+    has_entries = bool(ratio) and chunk.seq_len >= ratio
     entry_loc = chunk.c4_loc if ratio == C4_RATIO else chunk.c128_loc
-    n_entries = chunk.seq_len // ratio if ratio else 0
-    entries = pools["c4" if ratio == C4_RATIO else "c128"].read(entry_loc) if n_entries else None
-    per_row = model.config.num_attention_heads * (model.config.sliding_window * 2 + n_entries)
-    step = max(1, min(n_rows, 2 * model.config.sliding_window, SCORE_BUDGET // per_row))
-    out = torch.empty_like(q[:n_rows])
-    for a in range(0, n_rows, step):
-        b = min(a + step, n_rows)
-        rows = slice(chunk.start + a, chunk.start + b)
-        position = torch.arange(chunk.prefix_len + a, chunk.prefix_len + b, device=q.device)
-        first = max(0, chunk.prefix_len + a - model.config.sliding_window + 1)
-        keys = window[first - chunk.window_start : chunk.prefix_len + b - chunk.window_start]
-        age = position.unsqueeze(-1) - torch.arange(first, chunk.prefix_len + b, device=q.device)
-        mask = (age >= 0) & (age < model.config.sliding_window)
-        n_seen = (chunk.prefix_len + b) // ratio if ratio else 0
-        if entries is not None and n_seen:
-            visible = (position + 1) // ratio
-            if picks is None:
-                seen = torch.arange(n_seen, device=q.device) < visible.unsqueeze(-1)
-            else:
-                seen = _picked(picks[rows], n_seen)
-            keys, mask = torch.cat((keys, entries[:n_seen])), torch.cat((mask, seen), dim=1)
-        out[a:b] = model.ops.attend(
-            q[rows],
-            keys,
-            mask,
-            p.attn_sink,
-            scale=model.config.head_dim**-0.5,
-            rounding=model.numerics.probability_rounding,
-        )
-    return out
-
-
-def _picked(picks: Tensor, n_seen: int) -> Tensor:
-    """Mark the entries that the rows of one tile read: bool[T,C]."""
-    # One extra column takes the -1 of missing picks.
-    hit = torch.zeros((picks.shape[0], n_seen + 1), dtype=torch.bool, device=picks.device)
-    return hit.scatter_(1, torch.where(picks < 0, n_seen, picks), True)[:, :n_seen]
+    rows = slice(chunk.start, chunk.start + n_rows)
+    return model.ops.attend_chunk(
+        q[rows],
+        pools["swa"].read(chunk.window_loc),
+        pools["c4" if ratio == C4_RATIO else "c128"].read(entry_loc) if has_entries else None,
+        picks[rows] if has_entries and picks is not None else None,
+        p.attn_sink,
+        first=chunk.prefix_len,
+        ratio=ratio,
+        reach=model.config.sliding_window,
+        scale=model.config.head_dim**-0.5,
+        rounding=model.numerics.probability_rounding,
+        budget=SCORE_BUDGET,
+    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["attend", "attend_part", "merge_parts", "rounded_scores"]
+__all__ = ["attend", "attend_chunk", "attend_part", "band", "merge_parts", "rounded_scores", "seen_entries"]
 
 
 def attend(q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, *, scale: float, rounding: bool | str) -> Tensor:
@@ -48,6 +48,84 @@ def attend(q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, *, scale: float,
         weights = weights.to(q.dtype).float()
     out = (weights.flatten(-3, -2) @ wide).unflatten(-2, (-1, n_heads))
     return (out / total).to(q.dtype)
+
+
+def attend_chunk(
+    q: Tensor,
+    window: Tensor,
+    entries: Tensor | None,
+    picks: Tensor | None,
+    sink: Tensor,
+    *,
+    first: int,
+    ratio: int,
+    reach: int,
+    scale: float,
+    rounding: bool | str,
+    budget: int,
+) -> Tensor:
+    """Attend from the tokens of a chunk of one request, in tiles of query rows.
+
+    A query at position p sees the window keys of the last ``reach`` positions, p included, and of the first
+    ``(p + 1) // ratio`` entries all or those it picked.
+
+    Args:
+        q: float[T,N,D]. At positions ``first`` and on.
+        window: float[S,D]. Of the positions that end with the last query's, back to the first that any query sees.
+        entries: float[C,D], or None for none.
+        picks: i64[T,P]. Entries that each row reads, -1 where there are fewer; None for all that it sees.
+        sink: f32[N].
+        first: position of the first query.
+        ratio: tokens of an entry; nothing where there are no entries.
+        reach: length of the window.
+        scale: of the dot products.
+        rounding: as in ``attend``.
+        budget: of scores held at once.
+    Returns:
+        float[T,N,D] in the dtype of ``q``.
+    """
+    n_rows, n_heads, _ = q.shape
+    step = budget // (n_heads * (2 * reach + (0 if entries is None else len(entries))))
+    step = max(1, min(n_rows, 2 * reach, step))
+    start = first + n_rows - len(window)
+    out = torch.empty_like(q)
+    for a in range(0, n_rows, step):
+        b = min(a + step, n_rows)
+        keys = window[max(0, first + a - reach + 1) - start : first + b - start]
+        mask = band(b - a, len(keys), reach, q.device)
+        n_seen = (first + b) // ratio if entries is not None else 0
+        if entries is not None and n_seen:
+            seen = seen_entries(first + a, b - a, n_seen, ratio, None if picks is None else picks[a:b], q)
+            keys, mask = torch.cat((keys, entries[:n_seen])), torch.cat((mask, seen), dim=1)
+        out[a:b] = attend(q[a:b], keys, mask, sink, scale=scale, rounding=rounding)
+    return out
+
+
+def band(n_rows: int, n_keys: int, reach: int, device: torch.device) -> Tensor:
+    """Mark what the last ``n_rows`` of ``n_keys`` positions see of a window: bool[T,X]."""
+    age = torch.arange(n_keys - n_rows, n_keys, device=device).unsqueeze(-1) - torch.arange(n_keys, device=device)
+    return (age >= 0) & (age < reach)
+
+
+def seen_entries(first: int, n_rows: int, n_entries: int, ratio: int, picks: Tensor | None, like: Tensor) -> Tensor:
+    """Mark the entries that the rows of a tile read.
+
+    Args:
+        first: position of the first row.
+        n_rows: T.
+        n_entries: C.
+        ratio: tokens of an entry.
+        picks: i64[T,P], or None for all that are complete.
+        like: a tensor on the device.
+    Returns:
+        bool[T,C].
+    """
+    if picks is None:
+        visible = torch.arange(first + 1, first + n_rows + 1, device=like.device) // ratio
+        return torch.arange(n_entries, device=like.device) < visible.unsqueeze(-1)
+    # One extra column takes the -1 of missing picks.
+    hit = torch.zeros((n_rows, n_entries + 1), dtype=torch.bool, device=like.device)
+    return hit.scatter_(1, torch.where(picks < 0, n_entries, picks), True)[:, :n_entries]
 
 
 def attend_part(q: Tensor, keys: Tensor, mask: Tensor, *, scale: float, rounding: bool) -> tuple[Tensor, Tensor]:

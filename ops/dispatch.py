@@ -17,6 +17,7 @@ from torch import Tensor
 from ..state.errors import ConfigError
 from . import (
     attention,
+    chunks,
     compressor,
     experts,
     fused,
@@ -29,10 +30,21 @@ from . import (
     router,
     stored,
     streams,
+    traced,
     vocabulary,
 )
 
-__all__ = ["DIFFERENTIABLE", "FUSED", "INVARIANT", "REFERENCE", "Ops", "PagedOps", "kernel_table", "with_stored"]
+__all__ = [
+    "DIFFERENTIABLE",
+    "FUSED",
+    "INVARIANT",
+    "REFERENCE",
+    "TRACED",
+    "Ops",
+    "PagedOps",
+    "kernel_table",
+    "with_stored",
+]
 
 Kernel = Callable[..., Tensor]
 Kernels2 = Callable[..., tuple[Tensor, Tensor]]
@@ -90,6 +102,7 @@ class Ops:
     index_scores: Kernel
     pick_entries: Kernel
     attend: Kernel
+    attend_chunk: Kernel
     route_scored: Kernels2
     route_hash: Kernels2
     experts: Kernel
@@ -120,6 +133,7 @@ REFERENCE: Final = Ops(
     index_scores=indexer.index_scores,
     pick_entries=indexer.pick_entries,
     attend=attention.attend,
+    attend_chunk=attention.attend_chunk,
     route_scored=router.route_scored,
     route_hash=router.route_hash,
     experts=experts.experts_sorted,
@@ -144,11 +158,30 @@ FUSED: Final = attrs.evolve(
     normalize_query=fused.normalize_query,
     apply_rotary=fused.apply_rotary,
     enter_streams=fused.enter_streams,
+    update_streams=chunks.update_streams,
+    index_scores=chunks.index_scores,
     pick_entries=fused.pick_entries,
+    attend_chunk=chunks.attend_chunk,
     experts=fused.experts_sorted,
     expert=fused.expert,
 )
 """What runs on a CPU by default; equal to the reference within rounding."""
+
+TRACED: Final = attrs.evolve(
+    REFERENCE,
+    name="traced",
+    linear=traced.linear,
+    grouped_linear=traced.grouped_linear,
+    apply_rotary=traced.apply_rotary,
+    enter_streams=traced.enter_streams,
+    join_streams=traced.join_streams,
+    update_streams=traced.update_streams,
+    pick_entries=fused.pick_entries,
+    route_scored=traced.route_scored,
+    experts=traced.experts,
+    expert=traced.expert,
+)
+"""What compiled graphs are made of; equal to the reference within rounding."""
 
 INVARIANT: Final = attrs.evolve(
     REFERENCE,
@@ -166,6 +199,7 @@ INVARIANT: Final = attrs.evolve(
     fold_member=invariant.by_rows(REFERENCE.fold_member, 3),
     index_scores=invariant.index_scores,
     attend=invariant.attend,
+    attend_chunk=invariant.attend_chunk,
     route_scored=invariant.by_rows(REFERENCE.route_scored, 1),
     route_hash=invariant.by_rows(REFERENCE.route_hash, 2),
     experts=invariant.by_rows(invariant.experts_sorted, 3),

@@ -30,6 +30,7 @@ __all__ = [
     "gate_up",
     "inner_rows",
     "run_sorted",
+    "summed",
 ]
 
 ACTIVATION_GROUP: Final = 128
@@ -102,7 +103,7 @@ def inner_rows(hidden: Tensor, weights: Tensor | None, limit: float | None, how:
     return round_fp8(inner, ACTIVATION_GROUP) if how.rounds_inner else inner
 
 
-def _summed(out: Tensor, weights: Tensor, axis: int, how: ExpertMath) -> Tensor:
+def summed(out: Tensor, weights: Tensor, axis: int, how: ExpertMath) -> Tensor:
     """Sum what came out of the experts of every row: float[...,K,H] and f32[...,K,1] -> f32[...,H]."""
     if how.weighs_after:
         weighted = out.float() * weights
@@ -149,7 +150,7 @@ def experts_dense(
     if how is PLAIN:
         return linear(inner.flatten(-2), w2.movedim(0, 1).flatten(1)).float()
     out = torch.einsum("...ef,ehf->...eh", inner.to(w2.dtype), w2).to(x.dtype)
-    return _summed(out, table.unsqueeze(-1), -2, how)
+    return summed(out, table.unsqueeze(-1), -2, how)
 
 
 def experts_sorted(
@@ -201,7 +202,7 @@ def run_sorted(
     parts = hidden.split([n for _, n in hit])
     out = torch.cat([multiply(part, w2[e]) for (e, _), part in zip(hit, parts, strict=True)])
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return _summed(out.index_select(0, place).unflatten(0, (n_rows, n_chosen)), weights.unsqueeze(-1), 1, how)
+    return summed(out.index_select(0, place).unflatten(0, (n_rows, n_chosen)), weights.unsqueeze(-1), 1, how)
 
 
 def _experts_sorted(

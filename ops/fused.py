@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from . import chunks, norms
 from . import experts as plain
-from . import norms
-from .experts import PLAIN, ExpertMath, gate_up, inner_rows, run_sorted
+from .experts import PLAIN, ExpertMath, gate_up, inner_rows
 from .indexer import masked_scores, padded_picks
 from .linear import grouped_linear as plain_grouped
 from .streams import join_streams
@@ -47,6 +47,9 @@ FEW_ROWS: Final = 16
 
 MOST_EXPERTS: Final = 0.6
 """Share of experts that must be hit for reading all of them to pay: the batched product is about twice as fast."""
+
+MANY_ROWS: Final = 512
+"""Rows from which Sinkhorn's sums run along the rows."""
 
 LARGE_WEIGHT: Final = 1 << 20
 """Elements from which that pays; a call of oneDNN costs some 50 us before it multiplies anything."""
@@ -117,7 +120,7 @@ def _experts_thin(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tens
     is_few = 0 < max(counts) <= FEW_ROWS and sum(map(bool, counts)) >= len(counts) * MOST_EXPERTS
     if is_few and not (EMULATES_BF16 and w13.dtype is torch.bfloat16):
         return _padded_experts(x, ids, weights, w13, w2, limit, max(counts))
-    return run_sorted(x, ids, weights, w13, w2, limit, linear)
+    return chunks.run_blocks(x, ids, weights, w13, w2, limit, linear, counts)
 
 
 def _padded_experts(
@@ -177,6 +180,8 @@ def _sinkhorn(logits: Tensor, n_iters: int, eps: float) -> Tensor:
     # over the matrix.
     if logits.shape[0] == 1:
         return torch.ops.purestep.sinkhorn_one(logits, n_iters, eps)
+    if logits.shape[0] >= MANY_ROWS:
+        return chunks.sinkhorn_columns(logits, n_iters, eps)
     k = logits.softmax(-1).add_(eps)
     across = k.transpose(1, 2)
     ones = k.new_ones(k.shape[0], k.shape[1], 1)

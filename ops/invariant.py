@@ -23,12 +23,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..state.errors import ConfigError
 from . import experts as plain
 from . import indexer
 from . import linear as product
 from .attention import rounded_scores
 
-__all__ = ["attend", "by_rows", "experts_sorted", "grouped_linear", "index_scores", "linear"]
+__all__ = ["attend", "attend_chunk", "by_rows", "experts_sorted", "grouped_linear", "index_scores", "linear"]
 
 ROWS: Final = 8
 """Rows of every call."""
@@ -194,3 +195,18 @@ def _attend_tile(q: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, *, scale: 
     for part, tile in zip(parts, tiles, strict=True):
         out = out + (part.to(q.dtype).float() if rounding else part) @ tile
     return (out / total).to(q.dtype).unsqueeze(1)
+
+
+def attend_chunk(*_args: object, **_options: object) -> Tensor:
+    """Refuse: rows that share keys are summed in an order that depends on their company.
+
+    Raises:
+        ConfigError: always. A step of these numerics gives every token tables of its own.
+    """
+    raise ConfigError(
+        "attend_chunk: row-independent kernels read every token by tables of its own, got rows that share keys; "
+        "build the batch with rowwise metadata",
+        field="kernels",
+        expected="rowwise metadata",
+        got="a chunk",
+    )

@@ -38,6 +38,9 @@ FP4_FLOOR = 6.0 * 2.0**-126  # keeps the scale a normal number
 FP4_STEPS: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of e2m1, by code."""
 
+_MANTISSA: Final = 23
+"""Bits of a float32 below its exponent."""
+
 INT8_MAX = 127.0
 MX_BLOCK = 32
 FP8_EXPONENT = 8  # of the largest e4m3 number
@@ -165,12 +168,15 @@ def fp8_codes(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 def scale_bytes(scales: Tensor) -> Tensor:
     """Store powers of two as their exponents: f32[...] -> u8[...] (ue8m0)."""
-    return scales.to(torch.float8_e8m0fnu).view(torch.uint8)
+    # The exponent of a float32 has the bias of ue8m0; 2**-127 has exponent 0 in both.
+    return (scales.view(torch.int32) >> _MANTISSA).to(torch.uint8)
 
 
 def power_scale(exponents: Tensor) -> Tensor:
     """Read what ``scale_bytes`` stored: u8[...] -> f32[...]."""
-    return exponents.view(torch.float8_e8m0fnu).float()
+    bits = exponents.to(torch.int32)
+    # In float32 that smallest power of two is a mantissa without exponent.
+    return torch.where(bits > 0, bits << _MANTISSA, 1 << (_MANTISSA - 1)).view(torch.float32)
 
 
 def row_scale(x: Tensor) -> Tensor:

@@ -11,14 +11,16 @@ from torch.nn import functional as F
 
 from .selection import top_indices
 
-__all__ = ["route_hash", "route_scored"]
+__all__ = ["choice_weights", "route_hash", "route_scored", "router_scores"]
 
 
-def _scores(logits: Tensor, dtype: torch.dtype) -> Tensor:
+def router_scores(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Score every expert, ``sqrt(softplus(logit))`` rounded to ``dtype``: f32[...,E] -> float[...,E]."""
     return F.softplus(logits.float()).to(dtype).float().sqrt().to(dtype)
 
 
-def _weights(scores: Tensor, ids: Tensor, factor: float, epsilon: float) -> Tensor:
+def choice_weights(scores: Tensor, ids: Tensor, factor: float, epsilon: float) -> Tensor:
+    """Weigh chosen experts by their share of the scores: float[...,E] and i64[...,K] -> f32[...,K]."""
     chosen = scores.gather(-1, ids)
     return (chosen / (chosen.sum(-1, keepdim=True) + epsilon) * factor).float()
 
@@ -46,9 +48,9 @@ def route_scored(
     Returns:
         (ids i64[...,K], weights f32[...,K]).
     """
-    scores = _scores(logits, dtype)
+    scores = router_scores(logits, dtype)
     ids = top_indices(scores + bias, count)
-    return ids, _weights(scores, ids, factor, epsilon)
+    return ids, choice_weights(scores, ids, factor, epsilon)
 
 
 def route_hash(
@@ -65,4 +67,4 @@ def route_hash(
     Returns:
         (ids i64[...,K], weights f32[...,K]).
     """
-    return ids, _weights(_scores(logits, dtype), ids, factor, epsilon)
+    return ids, choice_weights(router_scores(logits, dtype), ids, factor, epsilon)

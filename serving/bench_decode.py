@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Final
 
 import attrs
 from rich.table import Table
@@ -19,12 +19,17 @@ from ..model.loading import load_model
 from ..model.model import Model
 from ..state.errors import ConfigError
 from ..state.numerics import Numerics
+from ..step.compiled import compile_step
+from ..step.decode import decode_step
 from .bench_cases import CASES, floor_of, probe_machine
 from .bench_steps import DTYPES, alternate, laid_state, median_ms, our_step, write_case
 
 __all__ = ["Timing", "bench_table", "draw_timings", "time_decode"]
 
 Progress = Callable[[int, int], None]
+
+_ROOM: Final = 8
+"""Steps of a request besides those that are measured."""
 
 
 @attrs.frozen(kw_only=True)
@@ -36,7 +41,8 @@ class Timing:
         dtype: of the weights.
         batch: rows of a step.
         context: tokens that each has before it.
-        ms: a step of ours, the median.
+        ms: a step of ours, the median; compiled, unless asked for otherwise.
+        eager_ms: of ours without compiling; None where that is ``ms``.
         tokens_per_s: of ours.
         floor_ms: no step of this machine can be faster.
         over_floor: how many times the floor ours takes.
@@ -55,6 +61,7 @@ class Timing:
     over_floor: float
     peer_ms: float | None = None
     speed_up: float | None = None
+    eager_ms: float | None = None
     scaled_ms: float | None = None
 
 
@@ -66,6 +73,7 @@ def time_decode(
     contexts: Sequence[int],
     rounds: int,
     kernels: str | None = None,
+    is_compiled: bool = True,
     has_peer: bool = True,
     pool_scale: int = 1,
     progress: Progress = lambda done, total: None,
@@ -79,6 +87,7 @@ def time_decode(
         contexts: tokens before them.
         rounds: steps of each engine that are measured.
         kernels: of ours; default the fastest.
+        is_compiled: whether ours is compiled, for each combination exactly.
         has_peer: whether transformers runs beside it.
         pool_scale: above 1 also steps ours in pools so many times larger.
         progress: told how many combinations are done, of how many.
@@ -94,11 +103,17 @@ def time_decode(
         model = load_model(folder, dtype=dtype, kernels=kernels, numerics=Numerics.plain())
         peer = None if peer_module is None else peer_module.load_peer(folder, DTYPES[dtype][0])
         total, done = len(batches) * len(contexts), 0
+        decode: Callable[..., Any] = decode_step
+        if is_compiled:
+            shapes = [(batch, context + rounds + _ROOM) for batch in batches for context in contexts]
+            decode = compile_step(model, shapes)
         for context in contexts:
             for batch in batches:
-                runs = {"ours": _our_run(model, batch, context, rounds)}
+                runs = {"ours": _our_run(model, batch, context, rounds, decode)}
+                if is_compiled:
+                    runs["eager"] = _our_run(model, batch, context, rounds)
                 if pool_scale > 1:
-                    runs["scaled"] = _our_run(model, batch, context, rounds, pool_scale)
+                    runs["scaled"] = _our_run(model, batch, context, rounds, decode, pool_scale)
                 if peer is not None:
                     runs["peer"] = peer_module.peer_step(peer, batch, context)
                 machine = probe_machine(DTYPES[dtype][0])
@@ -118,12 +133,20 @@ def time_decode(
                     over_floor=ours / floor,
                     peer_ms=other,
                     speed_up=None if other is None else other / ours,
+                    eager_ms=times.get("eager"),
                     scaled_ms=times.get("scaled"),
                 )
 
 
-def _our_run(model: Model, batch: int, context: int, rounds: int, pool_scale: int = 1) -> Callable[[], object]:
-    return our_step(model, *laid_state(model, batch, context, room=rounds + 8, pool_scale=pool_scale))
+def _our_run(
+    model: Model,
+    batch: int,
+    context: int,
+    rounds: int,
+    decode: Callable[..., Any] = decode_step,
+    pool_scale: int = 1,
+) -> Callable[[], object]:
+    return our_step(model, *laid_state(model, batch, context, room=rounds + _ROOM, pool_scale=pool_scale), decode)
 
 
 def _peer_module() -> Any:

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import attrs
 import torch
@@ -86,13 +86,22 @@ def laid_state(
     return attrs.evolve(state, kv=attrs.evolve(state.kv, handle=write.handle)), tuple(requests)
 
 
-def our_step(model: Model, state: DecodeState, requests: Sequence[int]) -> Callable[[], object]:
-    """Make a function that steps a state on with fresh random tokens and keeps only the newest state."""
+def our_step(
+    model: Model, state: DecodeState, requests: Sequence[int], decode: Callable[..., Any] = decode_step
+) -> Callable[[], object]:
+    """Make a function that steps a state on with fresh random tokens and keeps only the newest state.
+
+    Args:
+        model: the model.
+        state: before the first step.
+        requests: its rows.
+        decode: ``decode_step``, or what ``compile_step`` made of it.
+    """
     held = [state]
 
     def step() -> object:
         tokens = torch.randint(model.config.vocab_size, (len(requests),)).tolist()
-        held[0], out = decode_step(model, held[0], force=dict(zip(requests, tokens, strict=True)))
+        held[0], out = decode(model, held[0], force=dict(zip(requests, tokens, strict=True)))
         return out
 
     return step

@@ -411,6 +411,9 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Steps of each engine.")] = 12,
     threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU; default torch's own choice.")] = None,
     kernels: Kernels = None,
+    compiled: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Step by compiled graphs, and eagerly beside them.")
+    ] = True,
     peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Measure beside transformers.")] = True,
     pool_scale: Annotated[int, typer.Option(min=1, help="Also step in pools so many times larger.")] = 1,
     picture: Annotated[
@@ -429,6 +432,7 @@ def bench(
             contexts=context or (128, 1024, 8192),
             rounds=rounds,
             kernels=kernels,
+            is_compiled=compiled,
             has_peer=peer,
             pool_scale=pool_scale,
             progress=report,

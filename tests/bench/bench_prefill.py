@@ -1,5 +1,7 @@
 """Prefill beside transformers: tokens a second in chunks of 1,024, their ratio, and peak memory.
 
+The engines take turns chunk by chunk, so that both meet the same minute of a shared machine.
+
 python tests/bench/bench_prefill.py --case small --dtype float32 --context 128 1024 8192
 python tests/bench/bench_prefill.py --case small --context 8192 --memory
 """
@@ -11,10 +13,13 @@ import ctypes
 import gc
 import json
 import resource
+import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,41 +27,51 @@ import harness
 import purestep as ps
 import torch
 from purestep.serving.bench_cases import CASES
-from purestep.serving.bench_steps import DTYPES, alternate, median_ms
+from purestep.serving.bench_steps import DTYPES
 from transformers import DynamicCache
 
 CHUNK = 1024
 
 
-def our_prefill(model: ps.Model, ids: torch.Tensor) -> Callable[[], object]:
-    """Prefill all rows of ``ids`` in chunks."""
+def our_prefill(model: ps.Model, ids: torch.Tensor) -> Iterator[None]:
+    """Prefill all rows of ``ids``, a chunk at every turn."""
     batch, context = ids.shape
-
-    def run() -> object:
-        state = ps.init_state(model, ps.Capacity(batch, batch * (context + 128), context))
-        requests = []
-        for _ in range(batch):
-            state, request = ps.open_request(state, ps.SamplingParams(temperature=0))
-            requests.append(request)
-        for start in range(0, context, CHUNK):
-            chunk = {r: row[start : start + CHUNK] for r, row in zip(requests, ids, strict=True)}
-            state, out = ps.extend_step(model, state, chunk, sample=start + CHUNK >= context)
-        return out
-
-    return run
+    state = ps.init_state(model, ps.Capacity(batch, batch * (context + 128), context))
+    requests = []
+    for _ in range(batch):
+        state, request = ps.open_request(state, ps.SamplingParams(temperature=0))
+        requests.append(request)
+    for start in range(0, context, CHUNK):
+        chunk = {r: row[start : start + CHUNK] for r, row in zip(requests, ids, strict=True)}
+        state, _ = ps.extend_step(model, state, chunk, sample=start + CHUNK >= context)
+        yield
 
 
-def peer_prefill(engines: harness.Engines, ids: torch.Tensor) -> Callable[[], object]:
+def peer_prefill(engines: harness.Engines, ids: torch.Tensor) -> Iterator[None]:
     """The same with the peer."""
-
-    def run() -> object:
-        cache = DynamicCache(config=engines.peer.config)
+    cache = DynamicCache(config=engines.peer.config)
+    for chunk in ids.split(CHUNK, dim=1):
         with torch.inference_mode():
-            for chunk in ids.split(CHUNK, dim=1):
-                out = engines.peer(input_ids=chunk, cache=cache, use_cache=True, logits_to_keep=1)
-        return out.logits
+            engines.peer(input_ids=chunk, cache=cache, use_cache=True, logits_to_keep=1)
+        yield
 
-    return run
+
+def alternate_chunks(runs: Mapping[str, Callable[[], Iterator[None]]], rounds: int) -> dict[str, float]:
+    """Take turns chunk by chunk, after a round that nobody measures; seconds, the sum of each chunk's median."""
+    seconds: dict[str, list[list[float]]] = {name: [] for name in runs}
+    for _ in range(rounds + 1):
+        turns = {name: run() for name, run in runs.items()}
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        while turns:
+            for name, turn in tuple(turns.items()):
+                begin = time.perf_counter()
+                if next(turn, turn) is turn:
+                    del turns[name]
+                else:
+                    times[name].append(time.perf_counter() - begin)
+        for name, found in times.items():
+            seconds[name].append(found)
+    return {name: sum(map(statistics.median, zip(*found[1:], strict=True))) for name, found in seconds.items()}
 
 
 def peak_mib(options: argparse.Namespace, engine: str, context: int) -> float:
@@ -111,15 +126,15 @@ def main() -> None:
     for context in options.context:
         for batch in options.batch:
             ids = torch.randint(engines.config.vocab_size, (batch, context))
-            runs = {"ours": our_prefill(engines.ours, ids), "peer": peer_prefill(engines, ids)}
+            runs = {"ours": partial(our_prefill, engines.ours, ids), "peer": partial(peer_prefill, engines, ids)}
             if options.only:
-                print(json.dumps({"peak_mib": sampled_peak(runs[options.only])}))
+                print(json.dumps({"peak_mib": sampled_peak(lambda run=runs[options.only]: list(run()))}))
                 return
-            times = alternate(runs, options.rounds, warmup=1)
-            ours, peer = (median_ms(times[name]) for name in ("ours", "peer"))
+            times = alternate_chunks(runs, options.rounds)
+            ours, peer = times["ours"], times["peer"]
             row: dict[str, Any] = {"bench": "prefill", "case": options.case, "dtype": options.dtype, "batch": batch}
-            row |= {"context": context, "ours_tok_s": batch * context / ours * 1e3}
-            row |= {"peer_tok_s": batch * context / peer * 1e3, "speed_up": peer / ours}
+            row |= {"context": context, "ours_tok_s": batch * context / ours}
+            row |= {"peer_tok_s": batch * context / peer, "speed_up": peer / ours}
             if options.memory:
                 row |= {f"{engine}_peak_mib": peak_mib(options, engine, context) for engine in ("ours", "peer")}
             rows.append(row)

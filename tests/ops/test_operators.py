@@ -313,7 +313,8 @@ def _arguments(seed: int, n: int) -> dict[str, tuple[tuple[Any, ...], dict[str, 
 EXACT = ("pick_entries", "round_fp8", "round_fp8_rows", "round_int8_rows", "round_fp4", "embed_rows", "cut_vocabulary")
 """Operators whose rows are data movement or rounding: nothing is summed."""
 
-OPERATORS = [field.name for field in attrs.fields(Ops) if field.name not in ("name", "paged")]
+OPERATORS = [field.name for field in attrs.fields(Ops) if field.name not in ("name", "paged", "attend_chunk")]
+"""Those whose rows are rows of the step; the rows of ``attend_chunk`` share their keys (``test_chunks.py``)."""
 
 
 @pytest.mark.parametrize("ops", [REFERENCE, FUSED, INVARIANT], ids=lambda ops: ops.name)

@@ -1,0 +1,86 @@
+"""Tracing a function with tensors that hold no data, and handing what it does to the compiler.
+
+In a module of its own because importing the compiler takes seconds: ``ops/graph.py`` does so when it is first needed.
+
+Source: none; ``make_fx`` and ``torch._inductor.standalone_compile``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._dynamo.source import ConstantSource
+from torch._inductor import standalone_compile
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+__all__ = ["traced_call"]
+
+Call = Callable[..., Sequence[Tensor]]
+
+_OPTIONS: Final = {
+    # Packed weights are opaque, and have no strides to compare.
+    "size_asserts": False,
+    # Every rounding that the functions ask for happens, also where a wider number is at hand.
+    "emulate_precision_casts": True,
+    # Slots come from the request table, which the invariants check.
+    "assert_indirect_indexing": False,
+}
+
+
+def traced_call(
+    function: Call, args: Sequence[Tensor], free: Mapping[int, int], *, is_fused: bool
+) -> tuple[Call, tuple[int, ...], int]:
+    """Trace a function and compile the trace.
+
+    Args:
+        function: of tensors to a list of tensors; it may write into its arguments.
+        args: arguments of the right shapes; they are neither read nor written.
+        free: argument -> its axis that may have any other length above 1 in a later call.
+        is_fused: whether operators may be computed together, in another order; if not, they are called one by one.
+    Returns:
+        (call, used, n): what takes the used arguments; which those are; how many operators it is made of.
+    """
+    # Without a shape shared by chance: two caches of one length here may have different ones in a later call.
+    mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False))
+
+    def fake(at: int) -> Tensor:
+        sizes = [DimDynamic.DYNAMIC if axis == free.get(at) else DimDynamic.STATIC for axis in range(args[at].dim())]
+        context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(
+            dynamic_sizes=sizes, constraint_sizes=[None] * len(sizes)
+        )
+        return mode.from_tensor(args[at], symbolic_context=context, source=ConstantSource(f"argument_{at}"))
+
+    with torch.no_grad(), mode:
+        fakes = [fake(at) for at in range(len(args))]
+        traced = make_fx(function)(*fakes)
+    _share_products(traced.graph)
+    inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    used = tuple(at for at, node in enumerate(inputs) if node.users)
+    for node in inputs:
+        if not node.users:
+            traced.graph.erase_node(node)
+    traced.recompile()
+    n_operators = sum(node.op == "call_function" for node in traced.graph.nodes)
+    if not is_fused:
+        return traced.forward, used, n_operators
+    call = standalone_compile(
+        traced, [fakes[at] for at in used], dynamic_shapes="from_graph", options={"config_patches": dict(_OPTIONS)}
+    )
+    return call, used, n_operators
+
+
+def _share_products(graph: torch.fx.Graph) -> None:
+    """Compute a product with the same rows and the same packed weight once, and what widens those rows."""
+    shared = (torch.ops.purestep.packed_linear.default, torch.ops.aten._to_copy.default)
+    seen: dict[Any, torch.fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.target in shared:
+            first = seen.setdefault((node.target, node.args, tuple(node.kwargs.items())), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)

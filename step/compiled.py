@@ -1,0 +1,435 @@
+"""``decode_step`` as static graphs: the same functions, traced and compiled once for every bucket of shapes.
+
+A layer is three kinds of graph, so that layers of one kind share their code. Graphs take raw cache rows and index
+tensors and write the rows in place; handles stay outside, so a compiled step is as pure as an eager one. A step that
+fits no bucket, feeds several tokens of a request or looks into stages runs eagerly.
+
+============= ============================================ ========================= =========================
+graph         computes                                     one for every             follows the bucket's
+============= ============================================ ========================= =========================
+``streams``   streams after a sublayer, next one's input                             rows
+``attention`` state written, history read, projections     compress ratio            rows, context
+``experts``   routing, routed and shared experts           router (hash, scored)     rows
+``head``      streams after the last layer, logits                                   rows
+============= ============================================ ========================= =========================
+
+Attention of ratio 128 has a second graph for steps in which a group of 128 closes: most close none.
+
+Source: none; the composition is that of ``step/decode.py`` and ``model/layer.py``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..model.forward import embed_tokens, forward
+from ..model.layer import head_logits, mixture, sublayer_input
+from ..model.leaves import has_stored
+from ..model.model import Model
+from ..model.packing import packed_params, traced_model
+from ..model.paged import layer_rows, paged_attention, rotations, write_rows
+from ..model.params import AttentionParams, MoEParams, Params, StreamParams
+from ..ops.graph import Graph, compile_graph
+from ..ops.traced import THIN_ROWS, Turns
+from ..state.batch import ForwardBatch, StepOutput
+from ..state.capacity import C128_RATIO, Capacity
+from ..state.decode import DecodeState
+from ..state.errors import ConfigError
+from ..state.kv import CacheForm, KVLayout, KVState
+from ..state.sampling import SamplingParams
+from .border import owned_step
+from .commit import commit
+from .decode import begin_decode, decode_step, empty_output, finish_step
+from .edits import Edits
+from .forward_batch import forward_batch
+from .padding import Bucket, as_buckets, pad_decode
+from .prepare import prepare_decode, prepare_extend
+from .replays import Replay
+from .requests import init_state, open_request
+
+__all__ = ["CompiledGraph", "CompiledStep", "compile_step"]
+
+DEFAULT_BUCKETS: Final = ((1, 2048), (4, 2048), (16, 2048))
+"""(rows, context) of a small server."""
+
+Progress = Callable[[int, int], None]
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class CompiledGraph:
+    """One line of the report.
+
+    Attributes:
+        bucket: the first one that it was compiled for; others of the same shapes share it.
+        name: what it computes.
+        n_operators: of the traced function.
+        seconds: that tracing and compiling took; little where the compiler's cache on disk had it.
+        graph: runs it.
+    """
+
+    bucket: Bucket
+    name: str
+    n_operators: int
+    seconds: float
+    graph: Graph
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class CompiledStep:
+    """A decode step over compiled graphs; called like ``decode_step``.
+
+    Attributes:
+        model: that was compiled.
+        traced: the same model as the graphs want it.
+        weights: by bucket, the model's own or packed ones.
+        page_size: of the states that it steps.
+        caches: their form.
+        graphs: by name and shapes.
+        buckets: rising; a step runs in the first that holds it.
+    """
+
+    model: Model
+    traced: Model
+    weights: Mapping[Bucket, _Weights]
+    page_size: int
+    caches: CacheForm
+    graphs: Mapping[Any, CompiledGraph]
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def report(self) -> tuple[CompiledGraph, ...]:
+        """What was compiled, in order. There is no graph break: a function that is no single graph does not compile."""
+        return tuple(self.graphs.values())
+
+    def __str__(self) -> str:
+        """Lay the report out as a table."""
+        lines = [f"{'bucket':>14}  {'graph':<28} {'operators':>9} {'seconds':>8} {'breaks':>6}"]
+        lines += [
+            f"{f'{one.bucket.rows} x {one.bucket.context}':>14}  {one.name:<28} {one.n_operators:>9} "
+            f"{one.seconds:>8.1f} {0:>6}"
+            for one in self.report
+        ]
+        return "\n".join(lines)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: Model,
+        state: DecodeState,
+        *,
+        only: Iterable[int] | None = None,
+        force: Mapping[int, int] | None = None,
+        mask: Mapping[int, Tensor] | None = None,
+        capture: Iterable[str] = (),
+        replay: Replay | None = None,
+        edit: Edits | None = None,
+    ) -> tuple[DecodeState, StepOutput]:
+        """Decode one token for every running request; see ``decode_step`` for what goes in and what comes out.
+
+        Raises:
+            ConfigError: another model than the compiled one, or a state of another page size or form of caches.
+        """
+        if model is not self.model:
+            raise ConfigError(
+                "compiled step: expected the model that it was compiled for, got another; compile_step(model) again, "
+                "weights are part of it",
+                field="model",
+            )
+        capture = tuple(capture)
+        if capture or replay is not None or edit is not None:
+            return decode_step(
+                model, state, only=only, force=force, mask=mask, capture=capture, replay=replay, edit=edit
+            )
+        self._require_caches(state)
+        with owned_step(model, state):
+            before = state
+            state, batch = begin_decode(state, only, force)
+            if not batch.request_ids:  # nothing runs: nothing changes
+                return before, empty_output(model)
+            view = forward_batch(state, batch, rowwise=model.numerics.invariant)
+            bucket = next((one for one in self.buckets if one.holds(view)), None)
+            is_plain = bool((batch.extend_lens == 1).all())
+            if bucket is None or not is_plain:
+                kv, logits = forward(model, state.kv, view)
+            else:
+                kv, logits = self._forward(state.kv, view, bucket)
+            return finish_step(model, attrs.evolve(state, kv=kv), batch, view, logits, mask)
+
+    def _require_caches(self, state: DecodeState) -> None:
+        layout = state.kv.layout
+        if layout.sizes.page_size != self.page_size or layout.form != self.caches:
+            expected, got = (self.page_size, self.caches), (layout.sizes.page_size, layout.form)
+            raise ConfigError(
+                f"state: expected pages of {expected[0]} tokens and caches of the {expected[1]} form, for which the "
+                f"step was compiled, got {got[0]} and {got[1]}; pass page_size= and caches= to compile_step",
+                field="state",
+                expected=expected,
+                got=got,
+            )
+
+    def _forward(self, kv: KVState, view: ForwardBatch, bucket: Bucket) -> tuple[KVState, Tensor]:
+        """Run all layers and the head by graphs: ``forward`` of a decode that fits the bucket."""
+        padded = pad_decode(view, bucket, kv.layout, self.model.config.sliding_window)
+        names = range(self.model.config.num_hidden_layers)
+        with kv.handle.write(write_rows(kv.layout, padded.metadata, names)) as write:
+            logits = _run(self.traced, self.weights[bucket], self._graph_of, write.tensors, kv.layout, padded, bucket)
+        return attrs.evolve(kv, handle=write.handle), logits[: view.batch_size]
+
+    def _graph_of(self, key: Any, *_rest: Any) -> Graph:
+        return self.graphs[key].graph
+
+
+@torch.no_grad()
+def compile_step(
+    model: Model,
+    buckets: Iterable[Bucket | tuple[int, int]] = DEFAULT_BUCKETS,
+    *,
+    page_size: int = 128,
+    caches: CacheForm | None = None,
+    progress: Progress = lambda done, total: None,
+) -> CompiledStep:
+    """Compile the decode step of a model.
+
+    On a CPU weights that thin products read are copied into the layout that they are fastest in, except for buckets of
+    few rows. Nothing is compiled
+    later: a step either fits a bucket or runs eagerly. With ``Numerics(invariant=True)`` operators are not fused, and
+    bits are those of eager steps.
+
+    Args:
+        model: on one rank, with expanded weights, on kernels of this package.
+        buckets: (rows, context) that steps are padded to: the most requests of a step, and the most tokens of each.
+        page_size: of the states that will be stepped.
+        caches: their form; default the model's.
+        progress: told how many graphs are done, of how many.
+    Returns:
+        A function with the signature and the results of ``decode_step``; ``print`` shows what was compiled.
+    Raises:
+        ConfigError: no bucket, or a model that steps by other means.
+    """
+    found = as_buckets(buckets)
+    _require_plain(model)
+    traced, graphs = traced_model(model), dict[Any, CompiledGraph]()
+    weights = _weights(traced, found)
+    form = model.cache_form if caches is None else caches
+    total, done = _count(model, found), 0
+
+    def add(key: Any, name: str, function: Callable[..., Any], parts: Sequence[_Flat], n_free: int) -> Graph:
+        nonlocal done
+        if key not in graphs:
+            start, args = time.perf_counter(), [argument for part in parts for argument in part.tree]
+            free = dict.fromkeys(range(n_free), 0)
+            graph = compile_graph(function, args, free, is_fused=not model.numerics.invariant)
+            seconds = time.perf_counter() - start
+            graphs[key] = CompiledGraph(
+                bucket=bucket, name=name, n_operators=graph.n_operators, seconds=seconds, graph=graph
+            )
+            done += 1
+            progress(done, total)
+        return graphs[key].graph
+
+    for bucket in found:
+        for length in (1, C128_RATIO):  # a step that closes no group of 128, and one that does
+            kv, view = _example(model, page_size, form, length)
+            padded = pad_decode(view, bucket, kv.layout, model.config.sliding_window)
+            with kv.handle.write(write_rows(kv.layout, padded.metadata, range(len(model.params.layers)))) as write:
+                _run(traced, weights[bucket], add, write.tensors, kv.layout, padded, bucket)
+    return CompiledStep(
+        model=model, traced=traced, weights=weights, page_size=page_size, caches=form, graphs=graphs, buckets=found
+    )
+
+
+def _weights(model: Model, buckets: Sequence[Bucket]) -> dict[Bucket, _Weights]:
+    """Choose the weights of every bucket: graphs of few rows read them as they are."""
+    own = _Weights.of(model.params)
+    is_packing = model.device.type == "cpu" and not model.numerics.invariant
+    many = [bucket for bucket in buckets if bucket.rows > THIN_ROWS and is_packing]
+    packed = _Weights.of(packed_params(model)) if many else own
+    return {bucket: packed if bucket in many else own for bucket in buckets}
+
+
+def _require_plain(model: Model) -> None:
+    reasons = {
+        "kernels of this package": model.ops.paged is None,
+        "one rank": model.ranks.world.size == 1,
+        "weights that are expanded": not has_stored(model.params),
+    }
+    missing = [reason for reason, holds in reasons.items() if not holds]
+    if missing:
+        raise ConfigError(
+            f"compile_step: expected a model with {' and '.join(missing)}, got another; decode_step runs it, and "
+            "Ascend kernels have capture_decode",
+            field="model",
+            expected=missing,
+        )
+
+
+def _count(model: Model, buckets: Sequence[Bucket]) -> int:
+    ratios = set(model.config.compress_ratios)
+    routers = {p.ffn.tid2eid is not None for p in model.params.layers}
+    n_attention = len(ratios) + (C128_RATIO in ratios)
+    return len({one.rows for one in buckets}) * (2 + len(routers)) + len(buckets) * n_attention
+
+
+def _example(model: Model, page_size: int, caches: CacheForm, length: int) -> tuple[KVState, ForwardBatch]:
+    """Prepare a decode to the given length in a state of its own."""
+    capacity = Capacity(requests=1, tokens=C128_RATIO + page_size, context=C128_RATIO + page_size)
+    state = init_state(model, capacity, page_size=page_size, caches=caches)
+    state, request = open_request(state, SamplingParams(ignore_eos=True))
+    if length > 1:
+        state, _ = prepare_extend(state, {request: np.zeros(length - 1, np.int64)})
+        state, _ = commit(state, None)
+    state, batch = prepare_decode(state, force={request: 0})
+    return state.kv, forward_batch(state, batch, rowwise=model.numerics.invariant)
+
+
+@attrs.frozen(eq=False)
+class _Flat:
+    """An argument and its leaves, so that weights are taken apart once and not in every step."""
+
+    tree: Any
+    leaves: Sequence[Any]
+
+    @classmethod
+    def of(cls, *tree: Any) -> _Flat:
+        return cls(tree, pytree.tree_leaves(tree))
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class _Weights:
+    """What the graphs of a model take of its weights: of every layer what its four graphs read."""
+
+    layers: Sequence[tuple[_Flat, _Flat, _Flat, _Flat]]
+    head: _Flat
+
+    @classmethod
+    def of(cls, p: Params) -> _Weights:
+        layers = [
+            (
+                _Flat.of(one.hc_attn, one.attn_norm),
+                _Flat.of(one.attn),
+                _Flat.of(one.hc_ffn, one.ffn_norm),
+                _Flat.of(one.ffn),
+            )
+            for one in p.layers
+        ]
+        return cls(layers=layers, head=_Flat.of(p.hc_head, p.norm, p.head))
+
+
+GraphOf = Callable[..., Graph]
+"""(key, name, function, arguments, free axes) -> the graph; one that exists is only looked up."""
+
+
+def _run(
+    model: Model,
+    weights: _Weights,
+    graph_of: GraphOf,
+    buffers: Mapping[str, Tensor],
+    layout: KVLayout,
+    batch: ForwardBatch,
+    bucket: Bucket,
+) -> Tensor:
+    """Run a padded decode by graphs: f32[B,V]."""
+    n_rows, closes = bucket.rows, _closes(batch)
+    steps = _by_ratio(model, layout, batch)
+    live = batch.metadata.swa_loc > 0  # slot 0 is the sink
+    tokens = [batch.input_ids, live]
+    streams = embed_tokens(model, batch).streams.contiguous()
+    y, post, comb = _no_sublayer(streams)
+
+    def run(key: Any, name: str, function: Callable[..., Any], *parts: _Flat, n_free: int = 0) -> Sequence[Tensor]:
+        graph = graph_of(key, name, function, parts, n_free)
+        return graph([leaf for part in parts for leaf in part.leaves])
+
+    mix, experts, head = _mixer(model), _experts(model), _head(model)
+    for i, (hc_attn, attn, hc_ffn, ffn) in enumerate(weights.layers):
+        ratio, has_table = layout.kinds[i], model.params.layers[i].ffn.tid2eid is not None
+        stream = _Flat((streams, y, post, comb), (streams, y, post, comb))
+        streams, x, post, comb = run(("streams", n_rows), "streams", mix, hc_attn, stream)
+        rows = layer_rows(buffers, layout, i)
+        is_closing = closes and ratio == C128_RATIO
+        (y,) = run(
+            ("attention", n_rows, bucket.context, ratio, is_closing),
+            f"attention {ratio}" + (", closing" if is_closing else ""),
+            _attention(model, ratio, layout),
+            _Flat((rows,), list(rows.values())),
+            attn,
+            _Flat((x,), (x,)),
+            steps[ratio],
+            n_free=len(rows),
+        )
+        stream = _Flat((streams, y, post, comb), (streams, y, post, comb))
+        streams, x, post, comb = run(("streams", n_rows), "streams", mix, hc_ffn, stream)
+        name = "experts, by token id" if has_table else "experts, by score"
+        (y,) = run(("experts", n_rows, has_table), name, experts, ffn, _Flat((x, *tokens), (x, *tokens)))
+    stream = _Flat((streams, y, post, comb), (streams, y, post, comb))
+    (logits,) = run(("head", n_rows), "head", head, weights.head, stream)
+    return logits
+
+
+def _closes(batch: ForwardBatch) -> bool:
+    plan = batch.metadata.compressors.get(C128_RATIO)
+    return plan is not None and plan.out_loc.shape[0] > 0
+
+
+def _by_ratio(model: Model, layout: KVLayout, batch: ForwardBatch) -> dict[int, _Flat]:
+    """Give the layers of every ratio what they compute with, the step and its rotations."""
+    meta, factors = batch.metadata, dict[tuple[int, str], Any](rotations(model, batch))
+    if not model.numerics.invariant:
+        factors = {key: Turns.of(one) for key, one in factors.items()}
+    found = {}
+    for ratio in set(layout.kinds):
+        plans = {ratio: meta.compressors[ratio]} if ratio else {}
+        own = {key: one for key, one in factors.items() if key[0] == ratio}
+        found[ratio] = _Flat.of(attrs.evolve(batch, metadata=attrs.evolve(meta, compressors=plans)), own)
+    return found
+
+
+def _no_sublayer(streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return an output and mixes that leave the streams as they are."""
+    n_rows, n_streams, width = streams.shape
+    comb = torch.eye(n_streams, device=streams.device).expand(n_rows, -1, -1).contiguous()
+    return streams.new_zeros(n_rows, width), comb.new_zeros(n_rows, n_streams), comb
+
+
+def _mixer(model: Model) -> Callable[..., Any]:
+    def mix(p: StreamParams, norm: Tensor, streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Any:
+        streams = model.ops.update_streams(streams, y, post, comb)
+        return streams, *sublayer_input(model, p, norm, streams)
+
+    return mix
+
+
+def _attention(model: Model, ratio: int, layout: KVLayout) -> Callable[..., Tensor]:
+    def attend(rows: Mapping[str, Tensor], p: AttentionParams, x: Tensor, batch: ForwardBatch, turns: Any) -> Tensor:
+        return paged_attention(model, ratio, p, x, rows, layout, batch, turns)
+
+    return attend
+
+
+def _experts(model: Model) -> Callable[..., Tensor]:
+    def run(p: MoEParams, x: Tensor, token_ids: Tensor, live: Tensor) -> Tensor:
+        def follow(stage: str, chosen: Tensor) -> Tensor:
+            # Idle rows follow the first, so that nobody's experts are read for them.
+            return torch.where(live.unsqueeze(-1), chosen, chosen[:1]) if stage == "ffn.expert_ids" else chosen
+
+        return mixture(model, p, x, token_ids, follow)
+
+    return run
+
+
+def _head(model: Model) -> Callable[..., Tensor]:
+    def run(
+        hc_head: StreamParams, norm: Tensor, head: Any, streams: Tensor, y: Tensor, post: Tensor, comb: Tensor
+    ) -> Tensor:
+        own = attrs.evolve(model, params=attrs.evolve(model.params, hc_head=hc_head, norm=norm, head=head))
+        return head_logits(own, model.ops.update_streams(streams, y, post, comb))
+
+    return run
