@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import sys
 import time
 import warnings
@@ -56,6 +57,7 @@ from ..step.compare import compare_runs
 from ..step.generate import generate_tokens, prompt_ids
 from ..step.run_files import save_run
 from ..step.selfcheck import check_output
+from .address import check_address
 from .bench_decode import bench_table, draw_timings, time_decode
 from .checkpoint_tools import convert as convert_checkpoint
 from .checkpoint_tools import make_tiny as make_tiny_checkpoint
@@ -69,18 +71,16 @@ from .load_plan import Endpoint, draw_arrivals, draw_prompts, read_prompts, read
 from .load_stats import load_tables, summarise
 from .plan_step import plan_step
 from .plan_table import plan_tables
-from .processes import join_processes
+from .processes import join_processes, rank_here
 from .profile import filled_state, profile_step, profile_table, write_trace
 from .records import diff_tables, read_pairs, read_run, record_run, row_independent
 from .score import Score, score_text
-from .terminal import STDIN, decode_text, progress_bar, read_text, table_console, write_text
+from .terminal import INTERRUPTED, STDIN, decode_text, progress_bar, read_text, table_console, write_text
 from .trace_page import trace_page
 from .trace_run import history_prompts, parse_histories, token_texts, trace_run
 from .trace_text import batch_table, pool_table, stage_table
 
 __all__ = ["app", "main"]
-
-INTERRUPTED: Final = 130
 
 _USAGE_ERROR: Final[type[Exception]] = typer.BadParameter.__bases__[0]
 """What every complaint about arguments is; typer does not export it."""
@@ -128,7 +128,11 @@ Caches = Annotated[
 
 def main() -> None:
     """Run the command that the arguments name."""
-    app()
+    try:
+        app()
+    finally:
+        # What is pressed while the process ends changes nothing.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @app.callback(invoke_without_command=True)
@@ -459,10 +463,18 @@ def record(
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that every request samples.")] = 8,
     chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens of a request fed at once.")] = 512,
     seed: Annotated[int | None, typer.Option(help="Sample with it; default always the likeliest token.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run that is in the folder.")] = False,
 ) -> None:
     """Run prompts as one batch and write what every step computes, for "purestep diff"."""
     if out.exists() and not out.is_dir():
         raise RequestError(f"OUT: expected a folder to write to, got the file {out}", field="out", got=out)
+    if out.is_dir() and any(out.iterdir()) and not overwrite:
+        raise RequestError(
+            f"OUT: expected a new or empty folder, got {out}, which holds files; choose another, or replace the "
+            "run in it with --overwrite",
+            field="out",
+            got=out,
+        )
     texts = [_prompt_text(prompt) for prompt in prompts]
     loaded = _load(model, dtype, kernels, chip)
     if invariant:
@@ -605,6 +617,8 @@ def serve(
         sync_token_ids=sync_token_ids,
         timeout_s=rank_timeout,
     )
+    if rank_here() == 0:
+        check_address(host, port)
     join_processes(parallel)
     loaded = _load(model, dtype, kernels, chip, numerics, parallel)
     if invariant:
@@ -800,7 +814,7 @@ def _optional(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"this command: expected the libraries of the server, got none named {error.name!r}; "
-            'install them with: pip install "purestep[serving]"',
+            'install them, in the folder of the repository, with: pip install ".[serving]"',
             field="serve",
         ) from error
 

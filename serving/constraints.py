@@ -24,6 +24,7 @@ from torch import Tensor
 from ..state.errors import RequestError
 from .asks import Mask
 from .protocol import bad_request
+from .text import Vocabulary, read_vocabulary
 
 __all__ = ["Grammars", "ToolSpec", "choice_rule", "json_rule", "regex_rule", "tools_rule"]
 
@@ -67,14 +68,10 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int], end_of_thinking: int) -> None:
-        description = json.loads(tokenizer.to_str())
-        # Every added token is a control token to the grammars, so that none of them is a way to spell text.
-        control = [one | {"special": True} for one in description["added_tokens"]]
-        text = json.dumps(description | {"added_tokens": control})
-        self._tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=list(end_ids))
-        contents = [one["content"] for one in description["added_tokens"]]
-        # JSON in a grammar may write them with escapes.
-        self._spellings = {form: one for one in contents for form in (one, json.dumps(one)[1:-1])}
+        vocabulary = read_vocabulary(tokenizer, vocab_size)
+        self._tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Spelled(vocabulary, end_ids)), n_vocab=vocab_size, eos_token=list(end_ids)
+        )
         self._end_of_thinking = end_of_thinking
         self._n_words = ceil(vocab_size / 32)
 
@@ -90,7 +87,6 @@ class Grammars:
         Raises:
             ApiError: it is too large, does not compile, or allows nothing.
         """
-        self._refuse_control_spellings(rules, param)
         thought = f"THOUGHT <[{self._end_of_thinking}]> " if thinking else ""
         grammar = f"start: {thought}answer\nTHOUGHT: /(?s:.*)/\n{rules}\n"
         if len(grammar) > GRAMMAR_LIMIT:
@@ -114,17 +110,26 @@ class Grammars:
             return lambda: _Follower(matcher.deep_copy(), self._n_words)
         bad_request(f"{param}: this constraint cannot be enforced: {_reason(probe)}", param, "unsupported_constraint")
 
-    def _refuse_control_spellings(self, rules: str, param: str) -> None:
-        """Refuse texts that cannot be enforced although their grammar compiles."""
-        for form, spelling in self._spellings.items():
-            # Forced text is put into tokens anew, and would become the control token instead of its spelling.
-            if form in rules:
-                bad_request(
-                    f"{param}: expected texts without the spelling of a control token, got {spelling!r}; it cannot be "
-                    "enforced",
-                    param,
-                    "unsupported_constraint",
-                )
+
+class _Spelled:
+    """A vocabulary as llguidance reads it.
+
+    Every added token is a control token to the grammars, so that none of them is a way to spell text. What a grammar
+    forces is put into ordinary tokens whatever it spells; with the tokenizer as it is, the spelling of a control token
+    would become that token, which no text allows.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary, end_ids: Sequence[int]) -> None:
+        added = json.loads(vocabulary.tokenizer.to_str())["added_tokens"]
+        self.eos_token_id = end_ids[0]
+        self.tokens = vocabulary.pieces
+        self.special_token_ids = [one["id"] for one in added]
+        self._plain = vocabulary.plain
+
+    def __call__(self, text: str) -> list[int]:
+        return list(self._plain.encode(text, add_special_tokens=False).ids)
 
 
 class _Follower:

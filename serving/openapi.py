@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from .protocol import Schema
 from .protocol_fields import CHAT, COMPLETION, DETOKENIZE, MESSAGES, RESPONSES, TOKENIZE
+from .protocol_replies import ERROR, REPLIES
 
 __all__ = ["describe"]
 
@@ -35,8 +36,8 @@ _ABOUT: Final = """Fields that are not described here are ignored; a field that 
 field of the wrong type or range is refused with 400 and its name. With "stream" replies come as server-sent events.
 Every choice reports its "seed", and "system_fingerprint" names the model, whose numeric choices /v1/models has: both
 together make the same reply again. Token counts include the token that ends a reply. Images and documents in messages
-become the words by which DeepSeek's encoder tells the model that it cannot see them. Settings that only steer a hosted
-service (service_tier, store, metadata, prompt_cache_key and the like) are among the ignored fields."""
+are refused. Settings that only steer a hosted service (service_tier, store, prompt_cache_key and the like) are among
+the ignored fields. A client that closes its sending side has left: its request ends without a reply."""
 
 _ERRORS: Final[Mapping[str, str]] = {
     "400": "Refused; the error names the field.",
@@ -44,27 +45,11 @@ _ERRORS: Final[Mapping[str, str]] = {
     "404": "No such model or path.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large.",
+    "417": "An Expect that is not 100-continue.",
     "429": "Too many requests wait; Retry-After says when to ask again.",
     "431": "The headers are too large.",
     "500": "The engine failed; the log has more.",
     "503": "The server is shutting down, not ready, or stalled.",
-}
-
-_ERROR_SCHEMA: Final[Schema] = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
 }
 
 
@@ -75,9 +60,9 @@ def describe(*, model: str, has_key: bool) -> dict[str, Any]:
         model: what requests call the model.
         has_key: whether requests need an API key.
     """
-    paths: dict[str, Any] = {path: {"post": _posted(model, *found)} for path, found in _BODIES.items()}
+    paths: dict[str, Any] = {path: {"post": _posted(model, path, *found)} for path, found in _BODIES.items()}
     paths |= {path: {"get": _page(model, path, *found)} for path, found in _PAGES.items()}
-    components: dict[str, Any] = {"schemas": {"Error": _ERROR_SCHEMA}}
+    components: dict[str, Any] = {"schemas": {"Error": ERROR}}
     found: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "purestep", "version": version("purestep"), "description": " ".join(_ABOUT.split())},
@@ -90,7 +75,7 @@ def describe(*, model: str, has_key: bool) -> dict[str, Any]:
     return found
 
 
-def _posted(model: str, body: Schema, summary: str) -> dict[str, Any]:
+def _posted(model: str, path: str, body: Schema, summary: str) -> dict[str, Any]:
     needed, fields = body["required"], dict(body["properties"])
     if "model" in fields:
         fields["model"] = {"enum": [model]}
@@ -102,7 +87,7 @@ def _posted(model: str, body: Schema, summary: str) -> dict[str, Any]:
             "required": True,
             "content": {"application/json": {"schema": {**body, "properties": fields}}},
         },
-        "responses": {"200": _answer(*kinds), **_refusals()},
+        "responses": {"200": _answer(path, *kinds), **_refusals()},
     }
 
 
@@ -111,14 +96,17 @@ def _or_null(field: Schema) -> Schema:
 
 
 def _page(model: str, path: str, kind: str, summary: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"summary": summary, "responses": {"200": _answer(kind), **_refusals()}}
+    found: dict[str, Any] = {"summary": summary, "responses": {"200": _answer(path, kind), **_refusals()}}
     if "{name}" in path:
         found["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"enum": [model]}}]
     return found
 
 
-def _answer(*kinds: str) -> dict[str, Any]:
-    return {"description": "Done.", "content": {kind: {} for kind in kinds}}
+def _answer(path: str, *kinds: str) -> dict[str, Any]:
+    content: dict[str, Any] = {kind: {} for kind in kinds}
+    if path in REPLIES:
+        content["application/json"] = {"schema": REPLIES[path]}
+    return {"description": "Done.", "content": content}
 
 
 def _refusals() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import distributed
 from ..state.errors import ConfigError
 from ..state.parallel import Parallel
 
-__all__ = ["join_processes"]
+__all__ = ["join_processes", "rank_here"]
 
 BACKEND = "gloo"
 """What carries collectives between CPUs; the command line runs on CPUs."""
@@ -35,3 +35,8 @@ def join_processes(parallel: Parallel) -> None:
         )
     if parallel.ranks > 1:
         distributed.init_process_group(BACKEND, timeout=timedelta(seconds=parallel.timeout_s))
+
+
+def rank_here() -> int:
+    """Return which rank torchrun started this process as; 0 without it."""
+    return int(os.environ.get("RANK", "0"))

@@ -86,6 +86,8 @@ _NO_CONSTRAINT: Final = {
 }
 """Constraints as other servers' clients ask for them: to ignore them would give replies that seem to obey."""
 
+_EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max")
+
 _NO_STATE: Final = {"not": {}, "description": "Not supported: nothing is kept of earlier replies."}
 
 COMPLETION: Final[Schema] = {
@@ -226,7 +228,7 @@ RESPONSES: Final[Schema] = {
         "tools": {"type": "array", "items": _OBJECT},
         "tool_choice": {"anyOf": [{"type": "string", "enum": ["auto", "none", "required"]}, _OBJECT]},
         "parallel_tool_calls": _FLAG,
-        "reasoning": {"type": "object", "properties": {"effort": {"type": ["string", "null"]}}},
+        "reasoning": {"type": "object", "properties": {"effort": {"enum": [*_EFFORTS, None]}}},
         "text": _OBJECT,
         "background": {"enum": [False], "description": "Replies are not kept."},
         "previous_response_id": {**_TEXT, "maxLength": 0, "description": "Not supported: replies are not kept."},
@@ -271,7 +273,7 @@ MESSAGES: Final[Schema] = {
         },
         "max_tokens": {"type": "integer", "minimum": 1},
         "system": {"anyOf": [_TEXT, _parts("text")]},
-        "output_config": {"type": "object", "properties": {"effort": _TEXT, "format": _JSON_SCHEMA}},
+        "output_config": {"type": "object", "properties": {"effort": {"enum": [*_EFFORTS]}, "format": _JSON_SCHEMA}},
         "output_format": _JSON_SCHEMA,
         "stop_sequences": {
             "type": "array",

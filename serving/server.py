@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import attrs
@@ -18,8 +19,10 @@ from aiohttp import web
 from ..model.fingerprint import fingerprint
 from ..model.model import Model
 from ..state.errors import ConfigError
+from .address import address_error
 from .asks import Ask
 from .chat import ChatModel, chat_model
+from .connection import Connection
 from .engine import EngineStatus
 from .metrics import MeasuredEngine, Metrics
 from .openapi import describe
@@ -116,32 +119,45 @@ async def serve(
         port: 0 takes a free one.
         until: set when to stop.
         ready: called with the server's address when it listens.
+    Raises:
+        ConfigError: the address cannot be listened on.
     """
     served = app[SERVED]
-    # aiohttp answers headers beyond its own limits with a bare 400, so its limits lie above ours.
-    runner = web.AppRunner(
-        app,
-        handler_cancellation=True,
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=served.settings.drain_seconds)
+    await runner.setup()
+    assert runner.server is not None, "the runner is set up"
+    # aiohttp answers headers beyond its own limits with 400, so its limits lie above ours.
+    connect = partial(
+        Connection,
+        runner.server,
+        served,
         access_log=None,
         max_line_size=4 * HEADER_BYTES,
         max_field_size=4 * HEADER_BYTES,
         max_headers=4 * HEADER_COUNT,
         lingering_time=1.0,
         keepalive_timeout=served.settings.idle_seconds,
-        shutdown_timeout=served.settings.drain_seconds,
     )
-    await runner.setup()
     await served.engine.start()
+    listener: asyncio.Server | None = None
     try:
-        site = web.TCPSite(runner, host, port)
-        await site.start()
-        address = runner.addresses[0]
+        listener = await _listen(connect, host, port)
+        address = listener.sockets[0].getsockname()
         ready(f"http://{address[0]}:{address[1]}" if ":" not in address[0] else f"http://[{address[0]}]:{address[1]}")
         await until.wait()
     finally:
         served.draining.set()
         await served.engine.stop(served.settings.drain_seconds)
+        if listener is not None:
+            listener.close()
         await runner.cleanup()
+
+
+async def _listen(connect: Callable[[], Connection], host: str, port: int) -> asyncio.Server:
+    try:
+        return await asyncio.get_running_loop().create_server(connect, host, port, backlog=128)
+    except OSError as error:
+        raise address_error(host, port, error) from error
 
 
 async def _completions(request: web.Request) -> web.StreamResponse:

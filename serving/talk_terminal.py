@@ -2,6 +2,9 @@
 
 Standard output carries the replies; in a pipe every one of them ends with a line end, and thinking goes to standard
 error like all that is not a reply.
+
+Ctrl-C stops the reply that runs. At the prompt it drops the line; pressed twice at an empty one it ends the chat. In a
+pipe it ends the chat.
 """
 
 from __future__ import annotations
@@ -9,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NoReturn
 
 import attrs
 import typer
@@ -27,7 +31,7 @@ from .engine import EngineLimits
 from .info import pairs_table
 from .talk import Talk, load_talk, save_talk
 from .talk_reply import Partner, Reply
-from .terminal import decode_text, write_text
+from .terminal import INTERRUPTED, decode_text, write_text
 
 __all__ = ["run_chat"]
 
@@ -51,25 +55,77 @@ def run_chat(model: Model, limits: EngineLimits, params: SamplingParams, *, syst
         ConfigError: the model cannot chat.
     """
     partner = Partner(model, limits, params, thinking=thinking)
-    with asyncio.Runner() as runner:
+    with _Interrupts() as interrupts, asyncio.Runner() as runner:
         runner.run(partner.start())
         try:
-            return _Chat(runner, partner, Talk(system=system)).run()
+            return _Chat(runner, partner, Talk(system=system), interrupts).run()
         finally:
+            # Whoever asks again while the last step ends means at once.
+            interrupts.obey = _leave
             runner.run(partner.stop())
+
+
+class _Interrupts:
+    """What Ctrl-C does, for as long as the chat goes on."""
+
+    def __init__(self) -> None:
+        self.obey: Callable[[], None] = self.drop
+        self.dropped = ""
+
+    def __enter__(self) -> _Interrupts:
+        self._before = signal.signal(signal.SIGINT, lambda *_: self.obey())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def drop(self) -> NoReturn:
+        """Leave whatever is going on, and note the line that was being written."""
+        self.dropped = _written()
+        raise KeyboardInterrupt
+
+    async def stopping(self, reply: Coroutine[Any, Any, Reply]) -> Reply:
+        """Wait for a reply, which Ctrl-C cuts short, however often it is pressed."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None, "a coroutine runs in a task"
+
+        def stop() -> None:
+            if not task.cancelling():
+                task.cancel()
+
+        def obey() -> None:
+            loop.call_soon_threadsafe(stop)
+
+        self.obey = obey
+        try:
+            return await reply
+        finally:
+            self.obey = self.drop
+
+
+def _leave() -> NoReturn:
+    os._exit(INTERRUPTED)
+
+
+def _written() -> str:
+    """Return what stands in the line that is being edited, where the platform edits lines."""
+    readline = sys.modules.get("readline")
+    return "" if readline is None else readline.get_line_buffer()
 
 
 class _Chat:
     """A chat while it goes on.
 
     Args:
-        runner: of the event loop; it turns Ctrl-C into the end of the reply that runs.
+        runner: of the event loop.
         partner: that replies.
         talk: what it begins with.
+        interrupts: what Ctrl-C does.
     """
 
-    def __init__(self, runner: asyncio.Runner, partner: Partner, talk: Talk) -> None:
+    def __init__(self, runner: asyncio.Runner, partner: Partner, talk: Talk, interrupts: _Interrupts) -> None:
         self._runner = runner
+        self._interrupts = interrupts
         self._partner = partner
         self._talk = talk
         self._last: Reply | None = None
@@ -82,16 +138,21 @@ class _Chat:
             with suppress(ImportError):
                 import_module("readline")
             _note("chat; /help shows the commands, Ctrl-C stops a reply, Ctrl-D ends")
-        went_well = True
+        went_well, is_asked = True, False
         while True:
             try:
                 line = self._read()
+                is_asked = False
                 if line is None or not self._obey(line):
                     return went_well
             except KeyboardInterrupt:
-                if not self._is_terminal:
+                is_empty = not self._interrupts.dropped
+                if not self._is_terminal or (is_asked and is_empty):
                     raise
                 typer.echo(err=True)
+                is_asked = is_empty
+                if is_asked:
+                    _note("Ctrl-C again, or Ctrl-D, ends the chat")
             except BrokenPipeError:
                 raise
             except (PurestepError, OSError) as error:
@@ -138,7 +199,7 @@ class _Chat:
         """Say something after what a talk holds, show the reply, and go on from there."""
         screen = _Screen()
         try:
-            reply = self._runner.run(self._partner.reply(talk, user, screen.show))
+            reply = self._runner.run(self._interrupts.stopping(self._partner.reply(talk, user, screen.show)))
         except PurestepError:
             screen.finish()
             raise

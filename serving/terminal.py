@@ -14,7 +14,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..state.errors import RequestError
 
-__all__ = ["STDIN", "decode_text", "progress_bar", "read_text", "table_console", "write_text"]
+__all__ = ["INTERRUPTED", "STDIN", "decode_text", "progress_bar", "read_text", "table_console", "write_text"]
+
+INTERRUPTED: Final = 130
+"""Exit code after Ctrl-C."""
 
 STDIN: Final = "-"
 """The name of standard input where a file or a text is expected."""

@@ -73,7 +73,8 @@ def decode_step(
         capture: stages of ``model/stages.py`` to return in ``out.captured``, one row per fed token: ``"attn.input"``
             for every layer that has it, ``"3.attn.input"`` for one.
         replay: what steps captured; its expert choices and index picks are forced on the tokens that it names by
-            (request, position), the last record of a token counting. Other tokens choose for themselves.
+            (request, position), the last record of a token counting. Other tokens choose for themselves; records that
+            name no token of this step are refused.
         edit: request -> stage -> ``f(x, token)``, called once for every fed token of the request and layer with a copy
             of its row; what it returns is used instead. A request that does not run is left out.
     Returns:
@@ -81,7 +82,7 @@ def decode_step(
     Raises:
         RankError: another rank is lost or late, could not begin its step or has decided otherwise; nothing was changed.
         RequestError: an unknown, finished or repeated request, or one without tokens; an unknown stage; a forced choice
-            that the token cannot make.
+            that the token cannot make; records of other tokens alone.
         ShapeError: an edited row or a record of the wrong shape or dtype.
         CapacityError: a pool is short; nothing was changed.
     """

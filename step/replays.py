@@ -5,7 +5,7 @@ Source: none; forced experts are weighed like those of a hash layer (model sheet
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ def replay_tap(config: Config, batch: ScheduleBatch, replay: Replay) -> Tap:
     Returns:
         A tap that puts the recorded choices into the rows of their tokens.
     Raises:
-        RequestError: a record without choices, of other stages, or with a choice that its token cannot make.
+        RequestError: a record without choices, of other stages, or with a choice that its token cannot make; or no
+            record of any token that this step is fed.
         ShapeError: a record that does not fit the model.
     """
     forced = _forced_rows(config, batch, replay)
@@ -50,7 +51,9 @@ def _forced_rows(config: Config, batch: ScheduleBatch, replay: Replay) -> Mappin
     tokens = fed_tokens(batch)
     row_of = {token: row for row, token in enumerate(tokens)}
     found: dict[str, dict[int, Tensor]] = {}
-    for record in _records(replay):
+    records = _records(replay)
+    _check_tokens(tokens, records)
+    for record in records:
         recorded = enumerate(zip(record.request_ids, record.positions, strict=True))
         matches = [(row_of[token], i) for i, token in recorded if token in row_of]
         for name, values in _choices(config, record).items():
@@ -80,6 +83,30 @@ def _records(replay: Replay) -> tuple[Captured, ...]:
                 got=record,
             )
     return records
+
+
+def _check_tokens(tokens: Sequence[tuple[int, int]], records: Sequence[Captured]) -> None:
+    """Refuse records that would force nothing; a rank without requests of its own is fed nothing."""
+    recorded = [token for record in records for token in zip(record.request_ids, record.positions, strict=True)]
+    if tokens and recorded and not {*tokens} & {*recorded}:
+        raise RequestError(
+            f"replay: expected records of tokens that this step is fed ({_show(tokens)}), got others "
+            f"({_show(recorded)}); give them the ids of these requests with Captured.relabel, or leave replay out",
+            field="replay",
+            expected=tuple(tokens),
+            got=tuple(recorded),
+        )
+
+
+def _show(tokens: Iterable[tuple[int, int]]) -> str:
+    """Write tokens as requests and the ends of their positions."""
+    positions: dict[int, list[int]] = {}
+    for request_id, position in tokens:
+        positions.setdefault(request_id, []).append(position)
+    shown = [
+        f"request {one} at {min(at)}" + (f"-{max(at)}" if max(at) > min(at) else "") for one, at in positions.items()
+    ]
+    return ", ".join(shown[:4]) + (f", and {len(shown) - 4} more requests" if len(shown) > 4 else "")
 
 
 def _choices(config: Config, record: Captured) -> Mapping[str, Tensor]:

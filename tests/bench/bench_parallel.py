@@ -1,6 +1,6 @@
 """What every layout over ranks costs a decode step: bytes that a rank sends, beside the formulas, and time.
 
-python tests/bench/bench_parallel.py --case small --batch 4 --context 600
+PYTHONPATH=tests python tests/bench/bench_parallel.py --case small --batch 4 --context 600
 
 All ranks share this machine's cores, so times say what a layout adds, not what more machines would take away.
 """
@@ -10,14 +10,15 @@ from __future__ import annotations
 import argparse
 import tempfile
 from math import comb
+from pathlib import Path
 from typing import Any
 
 import harness
 import purestep as ps
-from kit.checkpoints import random_tensors, write_checkpoint
 from kit.rank_bench import Measured, measure
 from kit.ranks import rank_pool
 from purestep.ops.vocabulary import shard_rows
+from purestep.serving.bench_steps import write_case
 from purestep.state.config import Config
 
 LAYOUTS = {
@@ -117,7 +118,7 @@ def main() -> None:
     config = harness.CASES[arguments.case]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(folder, config, random_tensors(config, 0))
+        write_case(config, "float32", Path(folder))
         numbers = ps.load_model(folder).config
         sizes = (folder, arguments.batch, arguments.context, arguments.steps)
         alone = measure(ps.Parallel(), *sizes)

@@ -1,6 +1,6 @@
 """Throughput of ``purestep serve`` beside transformers' own ``transformers serve``, on the same checkpoint.
 
-python tests/bench/bench_serve.py --clients 1 8 32 --rounds 3
+PYTHONPATH=tests python tests/bench/bench_serve.py --clients 1 8 32 --rounds 3
 
 Both servers run at once, on the same folder, in the same dtype, with as many threads; one at a time is loaded, in
 turns. The folder is the embedded checkpoint as transformers writes it, with two additions that make both sides do the

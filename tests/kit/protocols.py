@@ -9,6 +9,8 @@ from typing import Any
 import attrs
 from kit.http import Reply, Server
 from kit.stand_in import StandIn
+from purestep.serving.protocol import check_body
+from purestep.serving.protocol_replies import REPLIES
 
 __all__ = ["CHATS", "PATHS", "Said", "Site", "Tool", "ask", "body_of", "read_plain", "read_stream"]
 
@@ -130,8 +132,9 @@ def ask(server: Server, protocol: str, **wish: Any) -> list[Said]:
 
 
 def read_plain(protocol: str, reply: Reply) -> list[Said]:
-    """Read a whole reply."""
+    """Read a whole reply, which is as described."""
     found = reply.json
+    check_body(REPLIES[PATHS[protocol]], found)
     counts = _counts(found["usage"])
     if protocol == "completions":
         return [Said(one["text"], "", one["finish_reason"], (), counts) for one in found["choices"]]

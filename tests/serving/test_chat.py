@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -281,11 +282,11 @@ class Terminal:
         found, self.heard = self.heard[: match.end()], self.heard[match.end() :]
         return found
 
-    def interrupt_prompt(self) -> None:
-        """Press Ctrl-C when the chat waits for a key; what comes just before that waits for the next key."""
+    def interrupt_prompt(self) -> str:
+        """Press Ctrl-C when the chat waits for a key, where it is heard at once; return what comes up to the prompt."""
         time.sleep(1)
         self.process.send_signal(signal.SIGINT)
-        self.until("> ")
+        return self.until("> ")
 
     def write(self, text: str) -> None:
         """Press keys."""
@@ -328,6 +329,41 @@ def test_a_terminal_edits_lines_stops_replies_and_ends(tmp_path: Path) -> None:
     assert reply[1]
 
 
+def test_ctrl_c_at_the_prompt_drops_the_line_and_then_ends() -> None:
+    """At a prompt with text Ctrl-C drops it; at an empty one it says how to end, and pressed again ends with 130."""
+    terminal = Terminal("--temperature", "0", "--max-tokens", "400")
+    try:
+        terminal.until("\n> ")
+        terminal.write("hello\n")
+        terminal.until("hello[ \b]*\r\n\\w")
+        for _ in range(2):
+            terminal.process.send_signal(signal.SIGINT)
+        terminal.until("\n> ")
+        terminal.write("/stats\n")
+        told = terminal.until("interrupted")
+        terminal.until("\n> ")
+        for _ in range(2):
+            terminal.write("half a line")
+            terminal.until("half a line")
+            told += terminal.interrupt_prompt()
+        assert "ends the chat" not in told.rpartition("half a line")[2]
+        assert "Ctrl-C again, or Ctrl-D, ends the chat" in terminal.interrupt_prompt()
+        terminal.write("/reset\n")
+        told += terminal.until("forgot all turns[^>]*> ")
+        assert "Ctrl-C again, or Ctrl-D, ends the chat" in terminal.interrupt_prompt()
+        time.sleep(1)
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.process.wait(60) == 130
+        with suppress(OSError):  # how the other side tells that it is closed
+            while rest := os.read(terminal.side, 4096):
+                told += rest.decode()
+        assert "Traceback" not in told
+    finally:
+        terminal.process.kill()
+        terminal.process.wait()
+        os.close(terminal.side)
+
+
 def start(*lines: str, options: Sequence[str] = ()) -> subprocess.Popen[bytes]:
     """Start a chat through pipes whose input stays open."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -347,6 +383,18 @@ def test_an_interrupted_pipe_ends_the_chat() -> None:
         rest, complaints = process.communicate(timeout=60)
     assert (process.returncode, complaints) == (130, b"\n")
     assert len(told + rest) < 4096
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.1])
+def test_interrupts_in_a_row_end_a_pipe_without_a_traceback(pause: float) -> None:
+    """However often Ctrl-C is pressed, and in whatever moment of the end, nothing but the exit code tells of it."""
+    with start("hello", "never answered") as process:
+        process.stdout.read(10)
+        for _ in range(4):
+            process.send_signal(signal.SIGINT)
+            time.sleep(pause)
+        _, complaints = process.communicate(timeout=60)
+    assert (process.returncode, complaints.strip()) == (130, b"")
 
 
 def test_a_chat_that_nobody_reads_ends_quietly() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -84,9 +85,33 @@ def test_a_killed_server_loses_its_running_requests_alone() -> None:
 )
 def test_what_cannot_be_served_is_said_at_once(arguments: list[str], message: str) -> None:
     """Settings that cannot be honoured are one message and exit code 2."""
-    result = CliRunner().invoke(cli.app, ["serve", *arguments], prog_name="purestep")
+    result = CliRunner().invoke(cli.app, ["serve", "--port", "0", *arguments], prog_name="purestep")
     assert result.exit_code == 2, result.stderr
     assert message in result.stderr
+
+
+def test_an_address_that_is_taken_is_said_before_anything_is_loaded() -> None:
+    """A port that another process listens on, and an address of no machine, are one message and exit code 2."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for arguments, words in (
+            (["--port", str(port)], ("port: expected a free port", f"127.0.0.1:{port}", "another --port")),
+            (["--host", "192.0.2.1"], ("host: expected an address of this machine", "192.0.2.1", "another --host")),
+        ):
+            result = CliRunner().invoke(cli.app, ["serve", *arguments, "--dtype", "never"], prog_name="purestep")
+            assert result.exit_code == 2, result.stderr
+            assert all(word in result.stderr for word in words), result.stderr
+            assert result.stderr.count("\n") == 1
+
+
+def test_an_address_that_is_taken_meanwhile_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port that another process took while the model was loaded is the same message."""
+    monkeypatch.setattr(cli, "check_address", lambda *_: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        arguments = ["--port", str(taken.getsockname()[1]), *ARGUMENTS]
+        result = CliRunner().invoke(cli.app, ["serve", *arguments], prog_name="purestep")
+    assert result.exit_code == 2, result.stderr
+    assert "port: expected a free port" in result.stderr
 
 
 def test_missing_libraries_are_named_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,5 +123,5 @@ def test_missing_libraries_are_named_with_the_cure(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(cli, "import_module", refuse)
     result = CliRunner().invoke(cli.app, ["serve"], prog_name="purestep")
     assert result.exit_code == 2
-    assert "purestep[serving]" in result.stderr
+    assert 'pip install ".[serving]"' in result.stderr
     assert "aiohttp" in result.stderr

@@ -304,19 +304,45 @@ def test_long_chains_of_references(site: Site, protocol: str) -> None:
     assert site.server.post(PATHS[protocol], body_of(protocol, schema=chain(20))).status == 200
 
 
-@pytest.mark.parametrize("spelling", ["<｜end▁of▁sentence｜>", "</think>", "x</think>y", "<｜User｜>"])
-def test_spellings_of_control_tokens_cannot_be_forced(site: Site, spelling: str) -> None:
-    """What would become a control token instead of its spelling is refused wherever it is text, and only there."""
-    schema = {"type": "object", "properties": {"a": {"const": spelling}}, "required": ["a"]}
-    for protocol in CHATS:
-        assert site.server.post(PATHS[protocol], body_of(protocol, schema=schema)).status == 400
-        assert site.server.post(PATHS[protocol], body_of(protocol, tools=[Tool("f", schema)])).status == 400
-    body = body_of("chat")
-    for rule in ({"type": "choice", "choice": [spelling]}, {"type": "regex", "regex": spelling}):
-        assert site.server.post(PATHS["chat"], body | {"response_format": rule}).status == 400
-    site.engine.source = wishing(ids_of("}"))
-    noted = {"type": "object", "description": spelling, "properties": {"description": {"type": "null"}}}
-    assert site.server.post(PATHS["chat"], body_of("chat", schema=noted)).status == 200
+CONTROL = ["<｜end▁of▁sentence｜>", "</think>", "<｜User｜>", "｜DSML｜", "x</think>y", "</｜DSML｜parameter>"]
+
+
+@pytest.mark.parametrize("protocol", CHATS)
+def test_spellings_of_control_tokens_are_text(site: Site, protocol: str) -> None:
+    """A constraint that spells control tokens is enforced letter by letter, and its text comes back whole."""
+    site.engine.source = wishing([1, END_THINK, *ids_of("}")])
+    wanted = {f"a{at}": one for at, one in enumerate(CONTROL)}
+    texts: list[Any] = [{"const": one} for one in CONTROL], [{"type": "string", "enum": [one]} for one in CONTROL]
+    for kinds in texts:
+        schema = {"type": "object", "properties": dict(zip(wanted, kinds, strict=True)), "required": [*wanted]}
+        said = site.says(protocol, schema=schema, thinks=True, limit=600)
+        assert (json.loads(said.text), said.reason) == (wanted, "stop")
+        said = site.says(protocol, tools=[Tool("f", schema)], choice="required", limit=600)
+        assert (said.reason, json.loads(said.calls[0][1])) == ("tool_calls", wanted)
+
+
+@pytest.mark.parametrize("spelling", CONTROL)
+def test_choices_that_spell_control_tokens_are_text(site: Site, spelling: str) -> None:
+    """A choice or pattern that is the spelling of a control token gives a reply of that text."""
+    site.engine.source = wishing([1, END_THINK, TOKENIZER.token_to_id("<｜User｜>")])
+    for thinks, rule in ((False, formatted("choice", [spelling])), (True, formatted("regex", spelling))):
+        said = site.says("chat", thinks=thinks, **rule)
+        assert (said.text, said.reason) == (spelling, "stop")
+
+
+@examples(25)
+@given(data=st.data(), spelling=st.sampled_from([*CONTROL, "<|end|>"]), thinks=st.booleans())
+def test_disguised_spellings_of_control_tokens_are_text(site: Site, data: Any, spelling: str, thinks: bool) -> None:
+    """However a pattern hides the spelling of a control token, the reply is the text that it describes."""
+    plain = st.sampled_from(["{}", "[{}]", "({})", "(?:{})", "{}{{1}}"])
+    forms = [data.draw(plain).format(re.escape(letter)) for letter in spelling]
+    before, after = data.draw(st.sampled_from(["", "a", "[ab]"])), data.draw(st.sampled_from(["", "a", "[ab]"]))
+    at = data.draw(st.integers(0, len(forms)))
+    pattern = before + "".join(forms[:at]) + "(" + "".join(forms[at:]) + ")" + after
+    site.engine.source = wishing([1, END_THINK, TOKENIZER.token_to_id("<｜User｜>")])
+    said = site.says("chat", thinks=thinks, limit=100, **formatted("regex", pattern))
+    assert re.fullmatch(pattern, said.text), (pattern, said.text)
+    assert said.reason == "stop"
 
 
 def test_references_of_tools_lead_into_definitions(site: Site) -> None:

@@ -15,6 +15,8 @@ from kit.http import Reply, Server, running
 from kit.stand_in import StandIn, prefer
 from kit.steps import examples
 from purestep.serving.openapi import describe
+from purestep.serving.protocol import check_body
+from purestep.serving.protocol_replies import ERROR
 
 MODEL = ps.load_model("tiny")
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize")
@@ -106,15 +108,16 @@ REQUESTS = {
 }
 
 
-def check(reply: Reply) -> None:
+def check(reply: Reply, path: str, method: str = "post") -> None:
+    """The status, the kind and the content of a reply are as described, and no failure."""
     assert reply.status < 500, reply.text
-    if reply.status != 200:
-        assert reply.json["error"]["message"]
-        assert reply.json["error"]["type"]
-    elif reply.headers["Content-Type"].startswith("text/event-stream"):
+    described = DESCRIPTION["paths"][path][method]["responses"][str(reply.status)]["content"]
+    kind = reply.headers["Content-Type"].partition(";")[0]
+    schema = described[kind].get("schema", {})
+    if kind == "application/json":
+        check_body(ERROR if "$ref" in schema else schema, reply.json)
+    elif kind == "text/event-stream":
         assert all("error" not in event for event in reply.events if event != "[DONE]"), reply.text
-    else:
-        assert reply.json
 
 
 @examples(200)
@@ -123,7 +126,7 @@ def test_described_and_broken_requests(server: Server, case: tuple[str, tuple[An
     """Bodies as described, and the same with one part exchanged, get a reply or a refusal, never a failure."""
     path, bodies = case
     for body in bodies:
-        check(server.post(path, body))
+        check(server.post(path, body), path)
 
 
 @examples(40)
@@ -132,7 +135,7 @@ def test_arbitrary_bytes(server: Server, path: str, raw: bytes) -> None:
     """Bytes of any kind get a refusal."""
     reply = server.post(path, raw)
     assert reply.status in (400, 404), reply.text
-    check(reply)
+    check(reply, path)
 
 
 def test_the_description_has_every_route(server: Server) -> None:
@@ -140,7 +143,20 @@ def test_the_description_has_every_route(server: Server) -> None:
     for path, methods in server.get("/openapi.json").json["paths"].items():
         if path == "/live":
             continue
-        for method in ("get", "post"):
+        for method in ("get", "post", "put", "delete", "patch", "options", "trace"):
             reply = server.ask(method.upper(), path.replace("{name}", "tiny"), {})
             assert (reply.status == 405) == (method not in methods), (method, path)
             assert reply.status != 404
+            if reply.status == 405:
+                assert {one.lower() for one in reply.headers["Allow"].split(",")} - {"head"} == methods.keys()
+                check_body(ERROR, reply.json)
+            else:
+                check(reply, path, method)
+
+
+def test_paths_that_are_described_by_example(server: Server) -> None:
+    """Any name of a model is the one that there is, or 404 in the shape of all errors."""
+    for name in ("tiny", "null", "Tiny", "%zz%ff", "%F0%9F%8D%8E", "a" * 3000, "-1e308", "..%2f"):
+        reply = server.get(f"/v1/models/{name}")
+        assert reply.status == (200 if name == "tiny" else 404), name
+        check(reply, "/v1/models/{name}", "get")

@@ -98,6 +98,19 @@ def test_record_reads_a_prompt_from_standard_input(folder: Path, tmp_path: Path)
     assert ps.first_difference(ps.load_run(folder / "alone"), ps.load_run(tmp_path)) is None
 
 
+def test_a_recorded_run_is_replaced_only_on_request(folder: Path, tmp_path: Path) -> None:
+    """A folder with files is refused before anything is loaded, and stays as it is; --overwrite replaces the run."""
+    run = tmp_path / "run"
+    assert cli("record", PROMPTS[1], run, *EXACT).exit_code == 0
+    before = {file.name: file.read_bytes() for file in run.iterdir()}
+    refused = cli("record", *PROMPTS, run, *EXACT, "--dtype", "never")
+    assert (refused.exit_code, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
+    assert all(words in refused.stderr for words in ("OUT", str(run), "--overwrite"))
+    assert {file.name: file.read_bytes() for file in run.iterdir()} == before
+    assert cli("record", *PROMPTS, run, *EXACT, "--chunk", 4, "--overwrite").exit_code == 0
+    assert ps.first_difference(ps.load_run(folder / "batch"), ps.load_run(run)) is None
+
+
 def test_diff_of_equal_runs(folder: Path) -> None:
     """A run and itself, or a request alone and in a batch in exact arithmetic: exit code 0, and it is said."""
     for args in (("batch", "batch"), ("batch", "alone", "--map", "1:0"), ("alone", "batch", "--map", "0:1")):

@@ -396,6 +396,29 @@ def test_the_last_record_of_a_token_counts() -> None:
         assert torch.equal(used[name], part.stages.get(name, x))
 
 
+def test_a_replay_of_other_tokens_is_refused() -> None:
+    """A record of another request, or of other positions, forces nothing: an error says what was fed and recorded."""
+    start = opened(INVARIANT, 2)
+    state, first = ps.extend_step(INVARIANT, start, {0: ids_of(N), 1: ids_of(7)}, capture=CHOICES)
+    recorded = f"request 0 at 0-{N - 1}, request 1 at 0-6"
+    for replay, step in (
+        (first.captured, lambda **other: ps.decode_step(INVARIANT, state, **other)),
+        ([first.captured] * 2, lambda **other: ps.extend_step(INVARIANT, state, {1: ids_of(3)}, **other)),
+        (first.captured.relabel({0: 5, 1: 6}), lambda **other: ps.extend_step(INVARIANT, start, {0: [5]}, **other)),
+    ):
+        with pytest.raises(ps.RequestError, match="replay: expected records of tokens that this step is fed") as found:
+            step(replay=replay)
+        assert found.value.field == "replay"
+        assert "relabel" in str(found.value)
+    assert "(request 0 at 0)" in str(found.value)
+    with pytest.raises(ps.RequestError, match=recorded):
+        ps.decode_step(INVARIANT, state, replay=first.captured)
+    # What names some of the tokens, or none at all, is served as before.
+    _, free = ps.decode_step(INVARIANT, state)
+    for replay in ([], [first.captured, ps.decode_step(INVARIANT, state, capture=CHOICES)[1].captured]):
+        assert torch.equal(ps.decode_step(INVARIANT, state, replay=replay)[1].logits, free.logits)
+
+
 # Edit.
 
 
