@@ -57,6 +57,8 @@ def compile_graph(
         is_fused: whether operators may be computed together, in another order; if not, they are called one by one.
     Returns:
         The graph.
+    Raises:
+        ConfigError: this machine has no C++ compiler.
     """
     leaves, spec = pytree.tree_flatten(tuple(args))
     at = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]

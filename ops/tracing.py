@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 from torch._dynamo.source import ConstantSource
 from torch._inductor import standalone_compile
+from torch._inductor.exc import InductorError, InvalidCxxCompiler
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from ..state.errors import ConfigError
 
 __all__ = ["traced_call"]
 
@@ -44,6 +47,8 @@ def traced_call(
         is_fused: whether operators may be computed together, in another order; if not, they are called one by one.
     Returns:
         (call, used, n): what takes the used arguments; which those are; how many operators it is made of.
+    Raises:
+        ConfigError: this machine has no C++ compiler.
     """
     # Without a shape shared by chance: two caches of one length here may have different ones in a later call.
     mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False))
@@ -68,9 +73,20 @@ def traced_call(
     n_operators = sum(node.op == "call_function" for node in traced.graph.nodes)
     if not is_fused:
         return traced.forward, used, n_operators
-    call = standalone_compile(
-        traced, [fakes[at] for at in used], dynamic_shapes="from_graph", options={"config_patches": dict(_OPTIONS)}
-    )
+    given = [fakes[at] for at in used]
+    try:
+        call = standalone_compile(
+            traced, given, dynamic_shapes="from_graph", options={"config_patches": dict(_OPTIONS)}
+        )
+    except InductorError as error:
+        if not isinstance(error.inner_exception, InvalidCxxCompiler):
+            raise
+        raise ConfigError(
+            "compiling: expected a C++ compiler, found none that works; install g++, or name one in the environment "
+            "variable CXX",
+            field="compiler",
+            expected="g++",
+        ) from error
     return call, used, n_operators
 
 

@@ -212,14 +212,14 @@ def compile_step(
     Returns:
         A function with the signature and the results of ``decode_step``; ``print`` shows what was compiled.
     Raises:
-        ConfigError: no bucket, or a model that steps by other means.
+        ConfigError: no bucket, a model that steps by other means, or no C++ compiler.
     """
     found = as_buckets(buckets)
     _require_plain(model)
     traced, graphs = traced_model(model), dict[Any, CompiledGraph]()
     weights = _weights(traced, found)
     form = model.cache_form if caches is None else caches
-    total, done = _count(model, found), 0
+    total, done = _count(model, found, form), 0
 
     def add(key: Any, name: str, function: Callable[..., Any], parts: Sequence[_Flat], n_free: int) -> Graph:
         nonlocal done
@@ -271,10 +271,11 @@ def _require_plain(model: Model) -> None:
         )
 
 
-def _count(model: Model, buckets: Sequence[Bucket]) -> int:
+def _count(model: Model, buckets: Sequence[Bucket], caches: CacheForm) -> int:
     ratios = set(model.config.compress_ratios)
     routers = {p.ffn.tid2eid is not None for p in model.params.layers}
-    n_attention = len(ratios) + (C128_RATIO in ratios)
+    # Online pooling folds every token alike, whether or not its group closes.
+    n_attention = len(ratios) + (C128_RATIO in ratios and not caches.endswith("online"))
     return len({one.rows for one in buckets}) * (2 + len(routers)) + len(buckets) * n_attention
 
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -23,6 +28,10 @@ from purestep.step import compiled
 from purestep.step.forward_batch import forward_batch
 from purestep.step.padding import Bucket, as_buckets, pad_decode
 from torch.profiler import profile
+
+pytestmark = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="graphs are compiled by a C++ compiler"
+)
 
 PAGE = 8
 
@@ -286,11 +295,32 @@ def test_progress_ends_where_it_said() -> None:
     """Compiling tells how many graphs are done, one by one, up to the number that it named first."""
     seen: list[tuple[int, int]] = []
     model = rounded_model(numerics=ps.Numerics(invariant=True), dtype=torch.float32)
-    step = ps.compile_step(
-        model, ((2, 40), (2, 80)), page_size=PAGE, progress=lambda done, total: seen.append((done, total))
+    for caches in ("plain", "online"):
+        seen.clear()
+        step = ps.compile_step(
+            model,
+            ((2, 40), (2, 80)),
+            page_size=PAGE,
+            caches=caches,  # type: ignore[arg-type]
+            progress=lambda done, total: seen.append((done, total)),
+        )
+        assert [done for done, _ in seen] == list(range(1, len(step.report) + 1))
+        assert {total for _, total in seen} == {len(step.report)}
+
+
+def test_a_machine_without_a_compiler_is_told_so() -> None:
+    """Without a C++ compiler there is one clear error, and no graph that half works."""
+    script = (
+        "import purestep as ps\n"
+        "try:\n    ps.compile_step(ps.load_model('tiny'), ((1, 64),))\n"
+        "except ps.ConfigError as error:\n    print(error)"
     )
-    assert [done for done, _ in seen] == list(range(1, len(step.report) + 1))
-    assert {total for _, total in seen} == {len(step.report)}
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": folder}
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+        )
+    assert "install g++" in done.stdout, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(
