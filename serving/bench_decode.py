@@ -155,7 +155,7 @@ def _peer_module() -> Any:
     except ImportError as error:
         raise ConfigError(
             f"bench: expected transformers to measure beside, got: {error}; install it with: pip install "
-            '"purestep[bench]", or leave it out with --no-peer',
+            '".[bench]", or leave it out with --no-peer',
             field="peer",
         ) from error
 
@@ -190,7 +190,7 @@ def draw_timings(found: Sequence[Timing], path: Path) -> None:
         figure_class = import_module("matplotlib.figure").Figure
     except ImportError as error:
         raise ConfigError(
-            f'picture: expected matplotlib, got: {error}; install it with: pip install "purestep[bench]"',
+            f'picture: expected matplotlib, got: {error}; install it with: pip install ".[bench]"',
             field="picture",
         ) from error
     figure = figure_class(figsize=(11, 4.5), layout="constrained")
