@@ -104,7 +104,8 @@ def test_floor_of_a_case_by_hand() -> None:
     assert found.flops == pytest.approx(2 * batch * (active + streams + products), rel=0.01)
 
 
-def test_timings_of_every_combination(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_timings_of_every_combination(monkeypatch: pytest.MonkeyPatch, is_compiled: bool) -> None:
     """Each (batch, context) gives one row whose ratios are those of its own numbers; progress counts to the end."""
     monkeypatch.setitem(CASES, "toy", TOY)
     seen = []
@@ -115,6 +116,7 @@ def test_timings_of_every_combination(monkeypatch: pytest.MonkeyPatch) -> None:
             batches=(1, 3),
             contexts=(4, 130),
             rounds=1,
+            is_compiled=is_compiled,
             pool_scale=2,
             progress=lambda done, total: seen.append((done, total)),
         )
@@ -123,6 +125,7 @@ def test_timings_of_every_combination(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
     for one in found:
         assert one.tokens_per_s == pytest.approx(one.batch / one.ms * 1e3)
+        assert (one.eager_ms is not None) == is_compiled
         assert one.over_floor == pytest.approx(one.ms / one.floor_ms)
         assert one.peer_ms is not None
         assert one.speed_up == pytest.approx(one.peer_ms / one.ms)
@@ -148,7 +151,8 @@ def test_pictures(tmp_path: Path, ending: str, peer_ms: float | None) -> None:
 
 def test_command_writes_one_line_a_combination() -> None:
     """Standard output has JSON lines alone; what is unknown ends with code 2."""
-    arguments = ["bench", "--case", "tiny", "--batch", "2", "--context", "8", "--rounds", "1", "--no-peer"]
+    arguments = ["bench", "--case", "tiny", "--batch", "2", "--context", "8", "--rounds", "1"]
+    arguments += ["--no-peer", "--no-compile"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     (line,) = result.stdout.splitlines()
