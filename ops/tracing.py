@@ -73,7 +73,7 @@ def traced_call(
     n_operators = sum(node.op == "call_function" for node in traced.graph.nodes)
     if not is_fused:
         return traced.forward, used, n_operators
-    given = [fakes[at] for at in used]
+    given: list[Any] = [fakes[at] for at in used]
     try:
         call = standalone_compile(
             traced, given, dynamic_shapes="from_graph", options={"config_patches": dict(_OPTIONS)}
