@@ -5,22 +5,22 @@ Source: DeepSeek-V4 ``inference/model.py``, ``Gate``; model sheet 2.10.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from .selection import top_indices
 
-__all__ = ["choice_weights", "route_hash", "route_scored", "router_scores"]
+__all__ = ["route_hash", "route_scored"]
 
 
-def router_scores(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Score every expert, ``sqrt(softplus(logit))`` rounded to ``dtype``: f32[...,E] -> float[...,E]."""
+def _scores(logits: Tensor, dtype: torch.dtype) -> Tensor:
     return F.softplus(logits.float()).to(dtype).float().sqrt().to(dtype)
 
 
-def choice_weights(scores: Tensor, ids: Tensor, factor: float, epsilon: float) -> Tensor:
-    """Weigh chosen experts by their share of the scores: float[...,E] and i64[...,K] -> f32[...,K]."""
+def _weights(scores: Tensor, ids: Tensor, factor: float, epsilon: float) -> Tensor:
     chosen = scores.gather(-1, ids)
     return (chosen / (chosen.sum(-1, keepdim=True) + epsilon) * factor).float()
 
@@ -33,6 +33,7 @@ def route_scored(
     *,
     dtype: torch.dtype = torch.float32,
     epsilon: float = 0.0,
+    choose: Callable[[Tensor, int], Tensor] = top_indices,
 ) -> tuple[Tensor, Tensor]:
     """Choose by score plus bias, weigh by the score alone.
 
@@ -45,12 +46,13 @@ def route_scored(
         factor: routed scaling factor.
         dtype: what scores and weights are rounded to; the bias is added in f32.
         epsilon: added to the sum of the chosen scores.
+        choose: finds the K largest, the lowest index first among equals.
     Returns:
         (ids i64[...,K], weights f32[...,K]).
     """
-    scores = router_scores(logits, dtype)
-    ids = top_indices(scores + bias, count)
-    return ids, choice_weights(scores, ids, factor, epsilon)
+    scores = _scores(logits, dtype)
+    ids = choose(scores + bias, count)
+    return ids, _weights(scores, ids, factor, epsilon)
 
 
 def route_hash(
@@ -67,4 +69,4 @@ def route_hash(
     Returns:
         (ids i64[...,K], weights f32[...,K]).
     """
-    return ids, choice_weights(router_scores(logits, dtype), ids, factor, epsilon)
+    return ids, _weights(_scores(logits, dtype), ids, factor, epsilon)

@@ -8,17 +8,17 @@ Source: none; the formulas are those of the plain operators.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import fused, packed
+from . import fused, packed, router
 from . import streams as plain
 from .blocks import experts_blocked
 from .experts import PLAIN, ExpertMath, inner_rows, summed
 from .linear import grouped_linear as plain_grouped
-from .router import choice_weights, router_scores
 
 __all__ = [
     "THIN_ROWS",
@@ -94,9 +94,7 @@ def linear(x: Tensor, w: Weight) -> Tensor:
 def grouped_linear(x: Tensor, w: Tensor) -> Tensor:
     """Multiply every group of channels by its own weight; see ``linear.grouped_linear``."""
     if x.shape[0] > THIN_ROWS:
-        return plain_grouped(x.float() if fused.EMULATES_BF16 else x, w.float() if fused.EMULATES_BF16 else w).to(
-            x.dtype
-        )
+        return plain_grouped(x, w.float() if fused.EMULATES_BF16 else w)
     wide = w.float()
     return torch.stack([(wide * row.float().unsqueeze(-2)).sum(-1) for row in x.unbind(0)]).to(x.dtype)
 
@@ -133,19 +131,8 @@ def top_indices(scores: Tensor, count: int) -> Tensor:
     return torch.cat(found, dim=-1)
 
 
-def route_scored(
-    logits: Tensor,
-    bias: Tensor,
-    count: int,
-    factor: float,
-    *,
-    dtype: torch.dtype = torch.float32,
-    epsilon: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """Choose by score plus bias, weigh by the score alone; see ``router.route_scored``."""
-    scores = router_scores(logits, dtype)
-    ids = top_indices(scores + bias, count)
-    return ids, choice_weights(scores, ids, factor, epsilon)
+route_scored = partial(router.route_scored, choose=top_indices)
+"""Choose by score plus bias, weigh by the score alone; see ``router.route_scored``."""
 
 
 def sinkhorn(logits: Tensor, n_iters: int, eps: float) -> Tensor:

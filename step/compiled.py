@@ -160,7 +160,7 @@ class CompiledStep:
             if bucket is None or not is_plain:
                 kv, logits = forward(model, state.kv, view)
             else:
-                kv, logits = self._forward(state.kv, view, bucket)
+                kv, logits = _decode(self.traced, self.weights[bucket], self._graph_of, state.kv, view, bucket)
             return finish_step(model, attrs.evolve(state, kv=kv), batch, view, logits, mask)
 
     def _require_caches(self, state: DecodeState) -> None:
@@ -174,14 +174,6 @@ class CompiledStep:
                 expected=expected,
                 got=got,
             )
-
-    def _forward(self, kv: KVState, view: ForwardBatch, bucket: Bucket) -> tuple[KVState, Tensor]:
-        """Run all layers and the head by graphs: ``forward`` of a decode that fits the bucket."""
-        padded = pad_decode(view, bucket, kv.layout, self.model.config.sliding_window)
-        names = range(self.model.config.num_hidden_layers)
-        with kv.handle.write(write_rows(kv.layout, padded.metadata, names)) as write:
-            logits = _run(self.traced, self.weights[bucket], self._graph_of, write.tensors, kv.layout, padded, bucket)
-        return attrs.evolve(kv, handle=write.handle), logits[: view.batch_size]
 
     def _graph_of(self, key: Any, *_rest: Any) -> Graph:
         return self.graphs[key].graph
@@ -199,9 +191,8 @@ def compile_step(
     """Compile the decode step of a model.
 
     On a CPU weights that thin products read are copied into the layout that they are fastest in, except for buckets of
-    few rows. Nothing is compiled
-    later: a step either fits a bucket or runs eagerly. With ``Numerics(invariant=True)`` operators are not fused, and
-    bits are those of eager steps.
+    few rows. Nothing is compiled later: a step either fits a bucket or runs eagerly. With ``Numerics(invariant=True)``
+    operators are not fused, and bits are those of eager steps.
 
     Args:
         model: on one rank, with expanded weights, on kernels of this package.
@@ -238,9 +229,7 @@ def compile_step(
     for bucket in found:
         for length in (1, C128_RATIO):  # a step that closes no group of 128, and one that does
             kv, view = _example(model, page_size, form, length)
-            padded = pad_decode(view, bucket, kv.layout, model.config.sliding_window)
-            with kv.handle.write(write_rows(kv.layout, padded.metadata, range(len(model.params.layers)))) as write:
-                _run(traced, weights[bucket], add, write.tensors, kv.layout, padded, bucket)
+            _decode(traced, weights[bucket], add, kv, view, bucket)
     return CompiledStep(
         model=model, traced=traced, weights=weights, page_size=page_size, caches=form, graphs=graphs, buckets=found
     )
@@ -326,6 +315,17 @@ class _Weights:
 
 GraphOf = Callable[..., Graph]
 """(key, name, function, arguments, free axes) -> the graph; one that exists is only looked up."""
+
+
+def _decode(
+    model: Model, weights: _Weights, graph_of: GraphOf, kv: KVState, view: ForwardBatch, bucket: Bucket
+) -> tuple[KVState, Tensor]:
+    """Pad a decode to its bucket and run it inside a write: (caches with its rows written, f32[B,V])."""
+    padded = pad_decode(view, bucket, kv.layout, model.config.sliding_window)
+    layers = range(model.config.num_hidden_layers)
+    with kv.handle.write(write_rows(kv.layout, padded.metadata, layers)) as write:
+        logits = _run(model, weights, graph_of, write.tensors, kv.layout, padded, bucket)
+    return attrs.evolve(kv, handle=write.handle), logits[: view.batch_size]
 
 
 def _run(

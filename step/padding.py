@@ -82,7 +82,7 @@ def pad_decode(view: ForwardBatch, bucket: Bucket, layout: KVLayout, window: int
     """Pad a decode to the shapes of a bucket.
 
     Args:
-        view: of a decode; every row one token. It may have no rows.
+        view: of a decode; at least one row, and every row one token.
         bucket: that it fits.
         layout: of the caches, read by rows and not by pages.
         window: W.
@@ -95,7 +95,7 @@ def pad_decode(view: ForwardBatch, bucket: Bucket, layout: KVLayout, window: int
     compressors = {
         ratio: _padded_compressor(plan, lengths, bucket, layout, ratio) for ratio, plan in meta.compressors.items()
     }
-    singles = _empty_singles(view.positions.device) if meta.singles is None else meta.singles
+    assert meta.singles is not None, "a row of one token has tables of its own"
     return attrs.evolve(
         view,
         input_ids=_longer(view.input_ids, more),
@@ -106,23 +106,8 @@ def pad_decode(view: ForwardBatch, bucket: Bucket, layout: KVLayout, window: int
             meta,
             swa_loc=_longer(meta.swa_loc, more),
             compressors=compressors,
-            singles=_padded_singles(singles, more, bucket.context, layout, window),
+            singles=_padded_singles(meta.singles, more, bucket.context, layout, window),
         ),
-    )
-
-
-def _empty_singles(device: torch.device) -> SingleMetadata:
-    nothing = torch.zeros((0, 0), dtype=torch.int64, device=device)
-    return SingleMetadata(
-        rows=None,
-        window_loc=nothing,
-        window_mask=nothing.bool(),
-        c4_pages=nothing,
-        c4_visible=nothing[:, :0].flatten(),
-        c128_pages=nothing,
-        c128_visible=nothing.flatten(),
-        n_c4=0,
-        n_c128=0,
     )
 
 
