@@ -18,6 +18,7 @@ from . import fused, packed, router
 from . import streams as plain
 from .blocks import experts_blocked
 from .experts import PLAIN, ExpertMath, inner_rows, summed
+from .kept import kept
 from .linear import grouped_linear as plain_grouped
 
 __all__ = [
@@ -86,7 +87,7 @@ def linear(x: Tensor, w: Weight) -> Tensor:
     """
     if isinstance(w, packed.PackedWeight) or x.shape[:-1].numel() > THIN_ROWS:
         return packed.linear(x, w)
-    rows, wide = x.flatten(0, -2).float(), w.float()
+    rows, wide = kept(x.flatten(0, -2).float()), w.float()
     out = torch.stack([(wide * row).sum(-1) for row in rows.unbind(0)])
     return out.unflatten(0, x.shape[:-1]).to(x.dtype)
 
@@ -95,8 +96,8 @@ def grouped_linear(x: Tensor, w: Tensor) -> Tensor:
     """Multiply every group of channels by its own weight; see ``linear.grouped_linear``."""
     if x.shape[0] > THIN_ROWS:
         return plain_grouped(x, w.float() if fused.EMULATES_BF16 else w)
-    wide = w.float()
-    return torch.stack([(wide * row.float().unsqueeze(-2)).sum(-1) for row in x.unbind(0)]).to(x.dtype)
+    rows, wide = kept(x.float()), w.float()
+    return torch.stack([(wide * row.unsqueeze(-2)).sum(-1) for row in rows.unbind(0)]).to(x.dtype)
 
 
 def expert(x: Tensor, w13: Weight, w2: Weight, limit: float | None, *, how: ExpertMath = PLAIN) -> Tensor:
@@ -112,11 +113,12 @@ def experts(
     A product of a row with a gathered weight is a sum that the compiler fuses with the gather: only the chosen weights
     are read, and nothing is copied. Where rows share experts, those that do are multiplied together.
     """
-    if x.is_cpu and ids.numel() > w13.shape[0] // 4:
+    if x.is_cpu and x.shape[0] > 1 and ids.numel() > w13.shape[0] // 4:
         return experts_blocked(x, ids, weights, w13, w2, limit, how=how)
-    hidden = (x[:, None, None, :].float() * w13[ids].float()).sum(-1).to(x.dtype)
-    inner = inner_rows(hidden, weights.unsqueeze(-1), limit, how)
-    out = (inner[:, :, None, :].float() * w2[ids].float()).sum(-1).to(x.dtype)
+    rows = kept(x.float())
+    hidden = (rows[:, None, None, :] * w13[ids].float()).sum(-1).to(x.dtype)
+    inner = kept(inner_rows(hidden, weights.unsqueeze(-1), limit, how).float())
+    out = (inner[:, :, None, :] * w2[ids].float()).sum(-1).to(x.dtype)
     return summed(out, weights.unsqueeze(-1), 1, how)
 
 

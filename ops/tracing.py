@@ -15,11 +15,14 @@ from torch import Tensor
 from torch._dynamo.source import ConstantSource
 from torch._inductor import standalone_compile
 from torch._inductor.exc import InductorError, InvalidCxxCompiler
+from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from ..state.errors import ConfigError
+from . import kept as _kept_operator  # noqa: F401  registers it
+from . import packed as _packed_operator  # noqa: F401
 
 __all__ = ["traced_call"]
 
@@ -33,6 +36,8 @@ _OPTIONS: Final = {
     # Slots come from the request table, which the invariants check.
     "assert_indirect_indexing": False,
 }
+
+_LIBRARY_PRODUCT: Final = fallback_handler(torch.ops.mkldnn._linear_pointwise.default, add_to_fallback_set=False)
 
 
 def traced_call(
@@ -92,7 +97,8 @@ def traced_call(
 
 def _share_products(graph: torch.fx.Graph) -> None:
     """Compute a product with the same rows and the same packed weight once, and what widens those rows."""
-    shared = (torch.ops.purestep.packed_linear.default, torch.ops.aten._to_copy.default)
+    ops = torch.ops
+    shared = (ops.purestep.packed_linear.default, ops.purestep.kept.default, ops.aten._to_copy.default)
     seen: dict[Any, torch.fx.Node] = {}
     for node in list(graph.nodes):
         if node.target in shared:
@@ -100,3 +106,20 @@ def _share_products(graph: torch.fx.Graph) -> None:
             if first is not node:
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
+
+
+# What follows is not part of the key under which the compiler keeps graphs on disk: an operator whose lowering changes
+# needs another name, or old graphs are found for it.
+
+
+@register_lowering(torch.ops.purestep.kept.default, type_promotion_kind=None)
+def _kept(x: Any) -> Any:
+    """Store a tensor here, and read it wherever it is used."""
+    x.realize()
+    return x
+
+
+@register_lowering(torch.ops.purestep.packed_linear.default, type_promotion_kind=None)
+def _packed_linear(x: Any, w: Any) -> Any:
+    """Call the library's product from the graph, without a way through Python's dispatcher."""
+    return _LIBRARY_PRODUCT(x, w, None, "none", [], "")

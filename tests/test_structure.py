@@ -53,7 +53,7 @@ ROOT_ENTRIES = {
 
 THIRD_PARTY = {
     "state": {"torch", "numpy", "attrs"},
-    "ops": {"torch", "numpy", "attrs"},
+    "ops": {"torch", "attrs"},
     "model": {"torch", "numpy", "attrs", "safetensors", "tokenizers"},
     "step": {"torch", "numpy", "attrs", "safetensors", "tokenizers", "hypothesis"},
     "serving": {
