@@ -40,14 +40,14 @@ class _Blocks(NamedTuple):
         rows: i64[C,A]. Its members; 0 where it has fewer.
         scales: f32[C,A]. Their routing weights; 0 where it has fewer.
         places: i64[T*K]. Where every choice is in [C,A].
-        count: i64[]. How many blocks there are; the others mean nothing.
+        n: i64[]. How many blocks there are; the others mean nothing.
     """
 
     expert: Tensor
     rows: Tensor
     scales: Tensor
     places: Tensor
-    count: Tensor
+    n: Tensor
 
 
 def _cut(ids: Tensor, weights: Tensor, n_experts: int, height: int) -> _Blocks:

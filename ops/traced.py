@@ -78,6 +78,9 @@ Weight = Tensor | packed.PackedWeight
 THIN_ROWS: Final = 4
 """Rows up to which a sum that the compiler generates beats a library's product: it reads a weight once for all rows."""
 
+_PIECE: Final = 4096
+"""Channels of all rows that stay in a core's first cache while it goes through a weight."""
+
 
 def linear(x: Tensor, w: Weight) -> Tensor:
     """Multiply rows by a weight; see ``linear.linear``.
@@ -87,8 +90,10 @@ def linear(x: Tensor, w: Weight) -> Tensor:
     """
     if isinstance(w, packed.PackedWeight) or x.shape[:-1].numel() > THIN_ROWS:
         return packed.linear(x, w)
-    rows, wide = kept(x.flatten(0, -2).float()), w.float()
-    out = torch.stack([(wide * row).sum(-1) for row in rows.unbind(0)])
+    n = w.shape[-1] // _PIECE if w.shape[-1] % _PIECE == 0 else 1
+    rows = kept(x.flatten(0, -2).float()).unflatten(-1, (n, 1, -1))
+    wide = w.float().unflatten(-1, (n, -1)).movedim(1, 0)
+    out = torch.stack([(wide * row).sum(-1).sum(0) for row in rows.unbind(0)])
     return out.unflatten(0, x.shape[:-1]).to(x.dtype)
 
 
