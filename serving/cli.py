@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from importlib.metadata import version
 from itertools import chain
@@ -54,6 +55,7 @@ from ..state.parallel import Parallel
 from ..state.released import RELEASED
 from ..state.sampling import SamplingParams
 from ..step.compare import compare_runs
+from ..step.compiled import CompiledStep, compile_step
 from ..step.generate import generate_tokens, prompt_ids
 from ..step.run_files import save_run
 from ..step.selfcheck import check_output
@@ -590,6 +592,15 @@ def serve(
     page_size: Annotated[int, typer.Option(help="Tokens per page, a multiple of 4.")] = 128,
     chunked_prefill_size: Annotated[int, typer.Option(min=1, help="Tokens that a step feeds at most.")] = 512,
     max_reused_prefixes: Annotated[int, typer.Option(min=0, help="Prefixes kept for reuse; 0 keeps none.")] = 8,
+    compile_for: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--compile",
+            metavar="ROWSxTOKENS",
+            help="Compile decode steps of so many requests, each of so many tokens at most; repeat it. Takes minutes "
+            "the first time, seconds later, and needs a C++ compiler.",
+        ),
+    ] = None,
     thinking: Annotated[
         bool, typer.Option("--thinking/--no-thinking", help="Whether chats that do not say think.")
     ] = False,
@@ -636,6 +647,7 @@ def serve(
         points=max_reused_prefixes,
         checks_invariants=debug_invariants,
     )
+    compiled = _compiled(loaded, compile_for, limits.page_size, limits.caches) if compile_for else None
     if loaded.ranks.world.rank:
         _optional("rank_engine").serve_rank(loaded, limits)
         return
@@ -654,7 +666,9 @@ def serve(
         log=startup.log_line if log_requests or log_prompts else None,
         log_prompts=log_prompts,
     )
-    startup.run_server(loaded, limits, settings, host=host, port=port, show=Console(stderr=True).print)
+    startup.run_server(
+        loaded, limits, settings, host=host, port=port, show=Console(stderr=True).print, compiled=compiled
+    )
 
 
 @app.command()
@@ -872,6 +886,21 @@ def _load(
     for note in notes:
         typer.echo(f"note: {note.message}", err=True)
     return model
+
+
+def _compiled(model: Model, given: Sequence[str], page_size: int, caches: CacheForm | None) -> CompiledStep:
+    """Compile the decode step for buckets that are written as ROWSxTOKENS."""
+    found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", one) for one in given]
+    if None in found:
+        raise ConfigError(
+            f"compile: expected ROWSxTOKENS such as 16x2048, got {', '.join(given)}; repeat --compile for several",
+            field="compile",
+            expected="ROWSxTOKENS",
+            got=list(given),
+        )
+    buckets = [(int(one[1]), int(one[2])) for one in found if one is not None]
+    with progress_bar("compiling") as report:
+        return compile_step(model, buckets, page_size=page_size, caches=caches, progress=report)
 
 
 def _folder(name: str) -> Path:

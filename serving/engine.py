@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from math import isnan, lcm
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import attrs
 import torch
@@ -28,6 +28,7 @@ from ..state.errors import CapacityError, ConfigError, PurestepError, RankError,
 from ..state.invariants import check
 from ..state.kv import CacheForm
 from ..step.announce import CANNOT_BEGIN
+from ..step.compiled import CompiledStep
 from ..step.extend import extend_step
 from ..step.requests import check_params, init_state
 from .asks import CONSTRAINT_ERROR, Ask, Ended, QueueFullError, Sampled, TokenLogprobs
@@ -38,7 +39,7 @@ from .scheduler import UNIT, Arrived, Cancelled, Event, Limits, Plan, Rows, Sche
 __all__ = ["Engine", "EngineLimits", "EngineStatus", "News", "Stream", "Turn", "Usage", "usage_of"]
 
 _COUNTERS: Final = (
-    *("steps", "prompt_tokens", "cached_tokens", "generated_tokens", "fed_tokens"),
+    *("steps", "compiled_steps", "prompt_tokens", "cached_tokens", "generated_tokens", "fed_tokens"),
     *("retractions", "aborts", "repetitions"),
 )
 
@@ -219,6 +220,7 @@ class News:
         broken: keys that a failed step is to blame on.
         fed: tokens fed.
         is_idle: whether nothing ran.
+        is_compiled: whether the step ran in compiled graphs.
     """
 
     said: tuple[tuple[int, Sampled | Ended], ...]
@@ -228,6 +230,7 @@ class News:
     broken: tuple[int, ...]
     fed: int
     is_idle: bool
+    is_compiled: bool
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -248,6 +251,7 @@ class Turn:
     broken: tuple[int, ...] = ()
     fed: int = 0
     is_idle: bool = False
+    is_compiled: bool = False
 
     @property
     def news(self) -> News:
@@ -260,6 +264,7 @@ class Turn:
             broken=self.broken,
             fed=self.fed,
             is_idle=self.is_idle,
+            is_compiled=self.is_compiled,
         )
 
 
@@ -274,14 +279,16 @@ class _Fault(Exception):
 class Engine:
     """Runs requests until it is stopped; all methods belong to one event loop."""
 
-    def __init__(self, model: Model, limits: EngineLimits) -> None:
+    def __init__(self, model: Model, limits: EngineLimits, *, compiled: CompiledStep | None = None) -> None:
         """Allocate the pools.
 
         Args:
             model: steps everything.
             limits: how much it takes on.
+            compiled: what steps that only decode run in, where a bucket holds them; of this model, its page size and
+                form of caches those of the limits.
         """
-        self.model, self.limits = model, limits
+        self.model, self.limits, self._compiled = model, limits, compiled
         rows = limits.running + limits.points
         capacity = Capacity(requests=rows, tokens=limits.tokens, context=limits.context)
         self._pool = Pool(state=init_state(model, capacity, page_size=limits.page_size, caches=limits.caches))
@@ -445,6 +452,7 @@ class Engine:
         """Tell the streams what a turn led to."""
         self._progress = time.monotonic()
         self._counters["steps"] += not turn.is_idle
+        self._counters["compiled_steps"] += turn.is_compiled
         self._counters["fed_tokens"] += turn.fed
         for key, n_cached in turn.n_cached.items():
             reply = self._replies[key]
@@ -509,7 +517,7 @@ class Engine:
     def _stepped(self, turn: Turn, plan: Plan, asks: Mapping[int, tuple[Ask, tuple[int, ...]]]) -> Turn:
         """Make the step of a plan."""
         pool, rows = plan.view, plan.rows
-        state, out, logits_of = self._step(plan, asks)
+        state, out, logits_of, is_compiled = self._step(plan, asks)
         keys = {request: key for key, request in pool.ids.items()}
         found = []
         for key, logits in logits_of.items():
@@ -525,12 +533,17 @@ class Engine:
             prompt_logprobs=tuple(found),
             finished=tuple(keys[request] for request in out.finished),
             fed=_cached(state) - _cached(pool.state),
+            is_compiled=is_compiled,
         )
 
     def _step(
         self, plan: Plan, asks: Mapping[int, tuple[Ask, tuple[int, ...]]]
-    ) -> tuple[Any, StepOutput, dict[int, Tensor]]:
-        """Make the step of a plan: (state, output, key -> logits of the fed prompt tokens where asked for)."""
+    ) -> tuple[DecodeState, StepOutput, dict[int, Tensor], bool]:
+        """Make the step of a plan.
+
+        Returns:
+            (state, output, key -> logits of the fed prompt tokens where asked for, whether it ran compiled).
+        """
         pool = plan.view
         masks: dict[int, Tensor] = {}
         for key, most in plan.rows:
@@ -545,6 +558,10 @@ class Engine:
                     raise _Fault(key, f"{CONSTRAINT_ERROR}{_say(error)}") from error
                 masks |= {} if bits is None else {pool.ids[key]: bits}
         wanted = [key for key, _ in plan.rows if asks[key][0].prompt_logprobs is not None and not asks[key][1]]
+        longest, step = pool.decoded_len(plan.rows), self._compiled
+        if step is not None and longest is not None and not wanted and step.holds(len(plan.rows), longest):
+            state, out = step(self.model, pool.state, only=pool.chunks(plan.rows), mask=masks)
+            return state, out, {}, True
         state, out = extend_step(
             self.model,
             pool.state,
@@ -554,10 +571,10 @@ class Engine:
             mask=masks,
         )
         if not wanted:
-            return state, out, {}
+            return state, out, {}, False
         lens = [find_request(state, pool.ids[key]).kv_len - pool.progress(key).n_cached for key, _ in plan.rows]
         parts = dict(zip((key for key, _ in plan.rows), out.logits.split(lens), strict=True))
-        return state, out, {key: parts[key] for key in wanted}
+        return state, out, {key: parts[key] for key in wanted}, False
 
 
 def _cached(state: DecodeState) -> int:

@@ -24,6 +24,7 @@ _COUNTERS: Final = {
     "cached_tokens": ("prefix_cache_hits", "Prompt tokens that were taken over from earlier requests."),
     "generated_tokens": ("generation_tokens", "Tokens sampled."),
     "steps": ("engine_steps", "Steps made."),
+    "compiled_steps": ("engine_compiled_steps", "Steps made in compiled graphs."),
     "fed_tokens": ("engine_fed_tokens", "Tokens that steps fed."),
     "retractions": ("num_preemptions", "Running requests that had to give their pages back and wait."),
     "aborts": ("request_aborts", "Generations that were cancelled."),

@@ -114,6 +114,14 @@ class Pool:
         """Return what ``extend_step`` is given for these rows."""
         return {self.ids[key]: self.given.get(key, ()) for key, _ in rows}
 
+    def decoded_len(self, rows: Rows) -> int | None:
+        """Return how long the longest row is after a step that feeds each one known token; None if it feeds more."""
+        opened = {request.request_id: request for request in self.state.requests}
+        found = [opened[self.ids[key]] for key, _ in rows]
+        if not found or any(self.given.get(key) for key, _ in rows) or any(one.n_unfed != 1 for one in found):
+            return None
+        return max(len(one.tokens) for one in found)
+
     def limits(self, rows: Rows) -> dict[int, int]:
         """Return the limits of these rows, by request."""
         return {self.ids[key]: most for key, most in rows}

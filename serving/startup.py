@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ..model.model import Model
 from ..model.scratch import step_scratch
+from ..step.compiled import CompiledStep
 from .engine import Engine, EngineLimits
 from .info import show_bytes
 from .protocol_site import Settings
@@ -32,6 +33,7 @@ def run_server(
     host: str,
     port: int,
     show: Callable[[Table], None],
+    compiled: CompiledStep | None = None,
 ) -> None:
     """Serve a model until the process is told to stop.
 
@@ -42,16 +44,24 @@ def run_server(
         host: address to listen on.
         port: 0 takes a free one.
         show: takes the table of what memory goes where.
+        compiled: what steps that only decode run in, where they fit; on one rank.
     """
-    asyncio.run(_run(model, limits, settings, host, port, show))
+    asyncio.run(_run(model, limits, settings, host, port, show, compiled))
 
 
 async def _run(
-    model: Model, limits: EngineLimits, settings: Settings, host: str, port: int, show: Callable[[Table], None]
+    model: Model,
+    limits: EngineLimits,
+    settings: Settings,
+    host: str,
+    port: int,
+    show: Callable[[Table], None],
+    compiled: CompiledStep | None,
 ) -> None:
-    engine = RankedEngine(model, limits) if model.ranks.world.size > 1 else Engine(model, limits)
+    one_rank = model.ranks.world.size == 1
+    engine = Engine(model, limits, compiled=compiled) if one_rank else RankedEngine(model, limits)
     app = build_app(model, engine, settings)
-    show(memory_table(model, limits, engine.status().pool_bytes))
+    show(memory_table(model, limits, engine.status().pool_bytes, 0 if compiled is None else compiled.n_bytes))
     until, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def stop() -> None:
@@ -72,13 +82,14 @@ async def _run(
     )
 
 
-def memory_table(model: Model, limits: EngineLimits, pool_bytes: Mapping[str, int]) -> Table:
+def memory_table(model: Model, limits: EngineLimits, pool_bytes: Mapping[str, int], n_copied: int = 0) -> Table:
     """Show what memory goes where.
 
     Args:
         model: the model.
         limits: of the engine.
         pool_bytes: cache buffer -> bytes.
+        n_copied: bytes of the weights that compiled steps have copies of.
     """
     weights = sum(leaf.nbytes for leaf in pytree.tree_leaves(model.params) if isinstance(leaf, Tensor))
     table = Table(title="Memory", title_justify="left")
@@ -86,6 +97,8 @@ def memory_table(model: Model, limits: EngineLimits, pool_bytes: Mapping[str, in
     table.add_column("bytes", justify="right")
     table.add_column("for")
     table.add_row("weights", show_bytes(weights), str(model.dtype).removeprefix("torch."))
+    if n_copied:
+        table.add_row("weights in another layout", show_bytes(n_copied), "compiled steps")
     reach = f"{limits.tokens:,} tokens, {limits.running} requests, {limits.points} reusable prefixes"
     for name, size in pool_bytes.items():
         table.add_row(f"cache {name}", show_bytes(size), reach if name == next(iter(pool_bytes)) else "")
@@ -100,7 +113,7 @@ def memory_table(model: Model, limits: EngineLimits, pool_bytes: Mapping[str, in
         rounds_activations=model.rounds_activations,
     )
     table.add_row("scratch of a step, at most", show_bytes(scratch), f"{limits.budget:,} tokens a step")
-    total = weights + sum(pool_bytes.values()) + scratch
+    total = weights + n_copied + sum(pool_bytes.values()) + scratch
     table.add_row("in all", show_bytes(total), f"context {context:,} tokens")
     table.caption, table.caption_justify = _reuse_line(limits), "left"
     return table

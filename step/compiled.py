@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import attrs
@@ -105,6 +106,14 @@ class CompiledStep:
     buckets: tuple[Bucket, ...]
 
     @property
+    def n_bytes(self) -> int:
+        """Bytes of the weights that were copied into another layout."""
+        own = {id(leaf) for leaf in pytree.tree_leaves(self.model.params)}
+        leaves = [leaf for one in self.weights.values() for leaf in one.leaves]
+        copies = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in own}
+        return sum(leaf.nbytes for leaf in copies.values())
+
+    @property
     def report(self) -> tuple[CompiledGraph, ...]:
         """What was compiled, in order. There is no graph break: a function that is no single graph does not compile."""
         return tuple(self.graphs.values())
@@ -155,13 +164,20 @@ class CompiledStep:
             if not batch.request_ids:  # nothing runs: nothing changes
                 return before, empty_output(model)
             view = forward_batch(state, batch, rowwise=model.numerics.invariant)
-            bucket = next((one for one in self.buckets if one.holds(view)), None)
+            bucket = self._bucket_of(view.batch_size, int(view.seq_lens_cpu.max()))
             is_plain = bool((batch.extend_lens == 1).all())
             if bucket is None or not is_plain:
                 kv, logits = forward(model, state.kv, view)
             else:
                 kv, logits = _decode(self.traced, self.weights[bucket], self._graph_of, state.kv, view, bucket)
             return finish_step(model, attrs.evolve(state, kv=kv), batch, view, logits, mask)
+
+    def holds(self, rows: int, context: int) -> bool:
+        """Tell whether a decode of so many requests, the longest of so many tokens after it, runs compiled."""
+        return self._bucket_of(rows, context) is not None
+
+    def _bucket_of(self, rows: int, context: int) -> Bucket | None:
+        return next((one for one in self.buckets if one.holds(rows, context)), None)
 
     def _require_caches(self, state: DecodeState) -> None:
         layout = state.kv.layout
@@ -298,6 +314,11 @@ class _Weights:
 
     layers: Sequence[tuple[_Flat, _Flat, _Flat, _Flat]]
     head: _Flat
+
+    @property
+    def leaves(self) -> list[Any]:
+        """All of them."""
+        return [leaf for part in (*chain.from_iterable(self.layers), self.head) for leaf in part.leaves]
 
     @classmethod
     def of(cls, p: Params) -> _Weights:

@@ -40,9 +40,9 @@ class Bucket:
     rows: int
     context: int
 
-    def holds(self, batch: ForwardBatch) -> bool:
-        """Tell whether a decode fits."""
-        return batch.batch_size <= self.rows and int(batch.seq_lens_cpu.max()) <= self.context
+    def holds(self, rows: int, context: int) -> bool:
+        """Tell whether a decode of so many requests, the longest of so many tokens after it, fits."""
+        return rows <= self.rows and context <= self.context
 
 
 def as_buckets(given: Any) -> tuple[Bucket, ...]:

@@ -45,11 +45,11 @@ async def require_only_points(engine: Engine) -> None:
     assert free == [sizes.requests, sizes.pages, sizes.swa_pages, sizes.c128_pages]
 
 
-def serve(model: ps.Model, limits: EngineLimits, talk: Any) -> Any:
+def serve(model: ps.Model, limits: EngineLimits, talk: Any, compiled: Any = None) -> Any:
     """Run a coroutine function over a started engine whose every state is checked; nothing is left afterwards."""
 
     async def main() -> Any:
-        engine = Engine(model, attrs.evolve(limits, checks_invariants=True))
+        engine = Engine(model, attrs.evolve(limits, checks_invariants=True), compiled=compiled)
         await engine.start()
         try:
             found = await asyncio.wait_for(talk(engine), 120)
