@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from math import isnan, lcm
 from typing import Final, Literal
@@ -35,6 +34,7 @@ from .asks import CONSTRAINT_ERROR, Ask, Ended, QueueFullError, Sampled, TokenLo
 from .pool import Pool
 from .runaway import ends_in_repetition
 from .scheduler import UNIT, Arrived, Cancelled, Event, Limits, Plan, Rows, SchedulerState, Stepped, schedule
+from .worker import Worker
 
 __all__ = ["Engine", "EngineLimits", "EngineStatus", "News", "Stream", "Turn", "Usage", "usage_of"]
 
@@ -299,7 +299,7 @@ class Engine:
         self._events: list[Event] = []
         self._keys = count()
         self._wake = asyncio.Event()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="steps")
+        self._worker = Worker("steps")
         self._task: asyncio.Task[None] | None = None
         self._is_open = False
         self._failure: str | None = None
@@ -328,7 +328,7 @@ class Engine:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        self._worker.shutdown()
+        self._worker.stop()
 
     def submit(self, ask: Ask) -> Stream:
         """Take a request in.
@@ -435,10 +435,7 @@ class Engine:
             self._progress = time.monotonic()
         events, self._events = self._events, []
         asks = {key: (reply.ask, reply.outputs) for key, reply in self._replies.items()}
-        work = asyncio.get_running_loop().run_in_executor(
-            self._worker, self._turn, self._scheduler, events, self._pool, asks
-        )
-        self._accept(await asyncio.shield(work))
+        self._accept(await self._worker.call(self._turn, self._scheduler, events, self._pool, asks))
 
     def _accept(self, turn: Turn) -> None:
         """Take over the state after a turn and tell the streams."""

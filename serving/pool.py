@@ -84,8 +84,9 @@ class Pool:
         """Tell whether there is room even if the step gives no window page back, by counting alone."""
         table = self.state.table
         size, n_pages, n_c128, n_rows = table.sizes.page_size, 0, 0, 0
+        opened = {request.request_id: request for request in self.state.requests}
         for key, most in rows:
-            request = find_request(self.state, self.ids[key])
+            request = opened[self.ids[key]]
             total = len(request.tokens) + len(self.given.get(key, ()))
             end = min(total, request.kv_len + most)
             n_pages += pages_needed(request.kv_len, end, size)

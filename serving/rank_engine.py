@@ -204,8 +204,7 @@ class RankedEngine(Engine):
         constrained = {
             key: (reply.ask, reply.outputs) for key, reply in self._replies.items() if reply.ask.mask is not None
         }
-        loop = asyncio.get_running_loop()
-        reports = await loop.run_in_executor(self._worker, self._turn_of_all, events, new, constrained)
+        reports = await self._worker.call(self._turn_of_all, events, new, constrained)
         self._used = tuple(report.usage for report in reports)
         for report in reports:
             self._tell(self._blamed(report.news))

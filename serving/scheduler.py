@@ -21,7 +21,7 @@ Policy
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol, Self, TypeAlias
 
 import attrs
@@ -225,10 +225,11 @@ def schedule(state: SchedulerState, events: Sequence[Event], view: View) -> tupl
         (state, plan).
     """
     state, view, cancelled = _take_in(state, events, view)
-    state, view = _keep_points(state, view)
+    progress = {job.key: view.progress(job.key) for job in state.running}
+    state, view = _keep_points(state, view, progress)
     failed: list[int] = []
     while True:
-        state, view, decodes, hopeless = _make_room(state, view)
+        state, view, decodes, hopeless = _make_room(state, view, progress)
         failed += hopeless
         state, view, rows = _add_prompts(state, view, decodes)
         if rows or not (state.running or state.waiting):
@@ -284,13 +285,13 @@ def _keep_last(state: SchedulerState, view: View, job: Job) -> tuple[SchedulerSt
     return _keep(state, view, job, n)
 
 
-def _keep_points(state: SchedulerState, view: View) -> tuple[SchedulerState, View]:
+def _keep_points(state: SchedulerState, view: View, progress: Mapping[int, Progress]) -> tuple[SchedulerState, View]:
     """Hold the points of every prompt, and then of its reply, that has just come to one.
 
     A reply's points are held while it goes on, because its end may be where their window pages are gone already.
     """
     for job in state.running:
-        n = view.progress(job.key).n_cached
+        n = progress[job.key].n_cached
         if n % state.limits.unit == 0 and (n >= _last_point(state, job) or n in _partings(state, job)):
             state, view = _keep(state, view, job, n)
     return state, view
@@ -357,18 +358,23 @@ def _drop(state: SchedulerState, view: View, point: Point) -> tuple[SchedulerSta
     return attrs.evolve(state, points=points), view.close(point.key)
 
 
-def _make_room(state: SchedulerState, view: View) -> tuple[SchedulerState, View, Rows, tuple[int, ...]]:
-    """Choose the rows that decode; points and then requests give way until their step fits."""
+def _make_room(
+    state: SchedulerState, view: View, progress: Mapping[int, Progress]
+) -> tuple[SchedulerState, View, Rows, tuple[int, ...]]:
+    """Choose the rows that decode; points and then requests give way until their step fits.
+
+    How far the running jobs are is given, since nothing that happens here changes it for those that go on running.
+    """
     failed: list[int] = []
     while True:
-        decodes = tuple((job.key, UNIT) for job in state.running if _is_decoding(view.progress(job.key)))
+        decodes = tuple([(job.key, UNIT) for job in state.running if _is_decoding(progress[job.key])])
         if view.fits(decodes):
             return state, view, decodes, tuple(failed)
         if state.points:
             state, view = _drop_point(state, view)
             continue
         # A prompt that is being fed holds pages as well, and has no outputs yet, so it goes before those that decode.
-        victim = min(state.running, key=lambda job: (view.progress(job.key).n_outputs, -len(job.prompt)))
+        victim = min(state.running, key=lambda job: (progress[job.key].n_outputs, -len(job.prompt)))
         if len(state.running) == 1:
             failed.append(victim.key)
             state, view = attrs.evolve(state, running=()), view.close(victim.key)

@@ -97,7 +97,9 @@ class ScheduleBatch:
     @property
     def sample_ids(self) -> tuple[int, ...]:
         """Requests of ``sample_rows``, in row order."""
-        return tuple(self.request_ids[row] for row in self.sample_rows.tolist())
+        if len(self.sample_rows) == len(self.request_ids):  # they are in row order, so these are all
+            return self.request_ids
+        return tuple([self.request_ids[row] for row in self.sample_rows.tolist()])
 
     @property
     def extend_lens(self) -> Ints:

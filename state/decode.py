@@ -163,4 +163,4 @@ def find_request(state: DecodeState, request_id: int) -> Request:
 
 def replace_requests(state: DecodeState, changed: dict[int, Request]) -> tuple[Request, ...]:
     """Return the request records with some replaced, in unchanged order."""
-    return tuple(changed.get(request.request_id, request) for request in state.requests)
+    return tuple([changed.get(request.request_id, request) for request in state.requests])

@@ -37,7 +37,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Lock, RLock
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -115,11 +115,9 @@ class Handle:
                 buffers.finish()
                 raise
 
-    @contextmanager
-    def read(self) -> Iterator[Mapping[str, Tensor]]:
+    def read(self) -> AbstractContextManager[Mapping[str, Tensor]]:
         """Lend the live buffers at this version, by name; the body must neither keep nor change them."""
-        with self._buffers.rooted_at(self._node):
-            yield self._buffers.tensors
+        return self._buffers.rooted_at(self._node)
 
     def rows(self, name: str, rows: Tensor) -> Tensor:
         """Copy the dim-0 rows i64[n] of a buffer out of this version, in the order given."""
@@ -323,16 +321,17 @@ class _Buffers:
         return watch
 
     @contextmanager
-    def rooted_at(self, node: _Node) -> Iterator[None]:
-        """Hold the locks while ``node`` is the root."""
-        with self.lock, torch.no_grad():
+    def rooted_at(self, node: _Node) -> Iterator[Mapping[str, Tensor]]:
+        """Hold the locks while ``node`` is the root, and lend the buffers."""
+        # Entering no_grad costs more than asking for it, and steps are inside it already.
+        with self.lock, torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             if self.busy.locked():
                 message = "Handle: expected buffers at rest, got a call from inside a write or read of the same buffers"
                 raise StateBusyError(f"{message}; read what is needed before that body, or deepcopy the handle there")
             with self.busy:
                 self.finish()
                 self._reroot(node)
-                yield
+                yield self.tensors
 
     def finish(self) -> None:
         """Carry out the intent, if there is one; cut off anywhere and repeated, it comes to the same."""

@@ -207,10 +207,10 @@ def decode_slots(free: FreeList, lens: _Ints, last_locs: _Ints, page_size: int) 
 
 def _next_slots(free: FreeList, lens: Slots, last: Slots, page_size: int) -> tuple[FreeList, Slots, Slots]:
     """Allocate one slot a row: (free, slots, the rows that open a page)."""
-    slots = last + 1
-    opens = lens % page_size == 0
-    wrong = ~opens & (slots % page_size != lens % page_size)
-    assert not wrong.any(), _BAD_LAST.format(last[wrong], lens[wrong])
+    slots, offset = last + 1, lens % page_size
+    opens = offset == 0
+    wrong = (slots % page_size != offset) & ~opens
+    assert not np.count_nonzero(wrong), _BAD_LAST.format(last[wrong], lens[wrong])
     opening = opens.nonzero()[0]
     if len(opening):  # a decode seldom opens a page
         free, pages = free.take(len(opening))
@@ -238,15 +238,15 @@ def extend_slots(
     """
     prefix, total, last = _columns(page_size, prefix_lens=prefix_lens, seq_lens=seq_lens, last_locs=last_locs)
     sizes = total - prefix
-    assert not (sizes < 0).any(), f"extend_slots: seq_lens {seq_lens} below prefix_lens {prefix_lens}"
-    if not sizes.any():
-        return free, np.empty(0, np.int64), ((),) * len(total)
-    if (sizes == 1).all():
+    if np.count_nonzero(sizes == 1) == len(sizes):
         free, single, opening = _next_slots(free, prefix, last, page_size)
         opened: list[tuple[int, ...]] = [()] * len(single)
         for row in opening.tolist():
             opened[row] = (int(single[row]) // page_size,)
         return free, single, tuple(opened)
+    assert not (sizes < 0).any(), f"extend_slots: seq_lens {seq_lens} below prefix_lens {prefix_lens}"
+    if not sizes.any():
+        return free, np.empty(0, np.int64), ((),) * len(total)
     wrong = (prefix % page_size != 0) & (sizes > 0) & ((last + 1) % page_size != prefix % page_size)
     assert not wrong.any(), _BAD_LAST.format(last[wrong], prefix[wrong])
     ends = np.cumsum(-(-total // page_size) - -(-prefix // page_size))

@@ -392,12 +392,10 @@ def observe_outputs(sampling: SamplingState, request_ids: Sequence[int], ids: Te
         Rows with ``n_outputs`` one higher, and with fresh counts where there are counts.
     """
     place = {request_id: at for at, request_id in enumerate(request_ids)}
-    return SamplingState(
-        rows=tuple(
-            _observe_output(row, ids, place[row.request_id]) if row.request_id in place else row
-            for row in sampling.rows
-        )
-    )
+    rows = [
+        _observe_output(row, ids, place[row.request_id]) if row.request_id in place else row for row in sampling.rows
+    ]
+    return SamplingState(rows=tuple(rows))
 
 
 def replace_output(sampling: SamplingState, request_id: int, old_id: int, new_id: int) -> SamplingState:

@@ -108,11 +108,11 @@ def write_table(table: RequestTable, edits: Sequence[Edit]) -> Handle:
     Returns:
         The new version's handle; ``table`` keeps its content.
     """
-    touched: dict[str, list[NDArray[np.int64]]] = {}
+    touched: dict[str, NDArray[np.int64]] = {}
     edits = [edit for edit in edits if len(edit[1])]
     for name, entries, _ in edits:
-        touched.setdefault(name, []).append(entries)
-    rows = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in touched.items()}
+        touched[name] = np.concatenate((touched[name], entries)) if name in touched else entries
+    rows = {name: torch.from_numpy(entries) for name, entries in touched.items()}
     with table.handle.write(rows) as write:
         for name, entries, values in edits:
             write.tensors[name].numpy()[entries] = values

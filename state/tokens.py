@@ -14,7 +14,7 @@ from .errors import RequestError
 
 __all__ = ["TokenLog"]
 
-_CHUNK: Final = 256
+_CHUNK: Final = 64
 """Ids in a full chunk: an append copies fewer than this many, and one pointer for every chunk once per chunk."""
 
 Ids: TypeAlias = NDArray[np.int64]

@@ -10,7 +10,7 @@ is not transactional; this one is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Final, NamedTuple
 
@@ -33,21 +33,26 @@ MIN_KEPT: Final = 8
 
 
 class Growth(NamedTuple):
-    """How one request changes in a step.
+    """How the requests of a step change, in batch order.
 
     Attributes:
-        row: row of the request table.
-        prefix_len: positions that own a slot.
-        seq_len: positions that own one afterwards.
-        evicted_len: positions whose window page was given back earlier.
-        evict_to: the same afterwards.
+        rows: i64[B]. Rows of the request table.
+        prefix_lens: i64[B]. Positions that own a slot.
+        seq_lens: i64[B]. Positions that own one afterwards.
+        evicted_lens: i64[B]. Positions whose window page was given back earlier.
+        evict_to: i64[B]. The same afterwards.
     """
 
-    row: int
-    prefix_len: int
-    seq_len: int
-    evicted_len: int
-    evict_to: int
+    rows: Ints
+    prefix_lens: Ints
+    seq_lens: Ints
+    evicted_lens: Ints
+    evict_to: Ints
+
+    @classmethod
+    def of(cls, requests: Iterable[tuple[int, int, int, int, int]]) -> Growth:
+        """Put the numbers of each request into columns."""
+        return cls(*np.array([*requests], np.int64).reshape(-1, 5).T.copy())
 
 
 def eviction_end(pre: int, evicted_len: int, window: int, page_size: int) -> int:
@@ -70,15 +75,19 @@ def eviction_end(pre: int, evicted_len: int, window: int, page_size: int) -> int
     return max(evicted_len, (pre - reach) // page_size * page_size)
 
 
-def _evict(view: _View, table: RequestTable, growths: Sequence[Growth]) -> tuple[FreeList, list[Edit]]:
+def _evict(view: _View, table: RequestTable, growth: Growth) -> tuple[FreeList, list[Edit]]:
     """Give back the window pages that every sharer's window has passed."""
     size = table.sizes.page_size
+    passing = (growth.evict_to > growth.evicted_lens).nonzero()[0]
+    if not len(passing):
+        return table.free_swa_pages, []
     refs: dict[int, int] = {}
     edits: list[Edit] = []
     freed: list[int] = []
-    for growth in growths:
-        for position in range(growth.evicted_len // size * size, growth.evict_to // size * size, size):
-            first = int(view["req_to_token"][growth.row * table.sizes.context + position])
+    ends = (column[passing].tolist() for column in (growth.rows, growth.evicted_lens, growth.evict_to))
+    for row, start, end in zip(*ends, strict=True):
+        for position in range(start // size * size, end // size * size, size):
+            first = int(view["req_to_token"][row * table.sizes.context + position])
             page = int(view["full_to_swa"][first]) // size
             refs[page] = refs.get(page, int(view["swa_refs"][page])) - 1
             if refs[page] == 0:
@@ -89,27 +98,24 @@ def _evict(view: _View, table: RequestTable, growths: Sequence[Growth]) -> tuple
     return table.free_swa_pages.give(freed), edits
 
 
-def allocate(table: RequestTable, growths: Sequence[Growth]) -> tuple[RequestTable, CacheLocs]:
+def allocate(table: RequestTable, growth: Growth) -> tuple[RequestTable, CacheLocs]:
     """Give every request the slots of its new positions, after giving back passed window pages.
 
     Args:
         table: the table before the step.
-        growths: one per batch row, in batch order.
+        growth: how each request of the step grows.
     Returns:
         (table, locs): the new table; the slot vectors in token order.
     Raises:
         CapacityError: any pool is short; nothing was changed.
     """
-    sizes = table.sizes
-    rows = np.array([growth.row for growth in growths], np.int64)
-    prefix = np.array([growth.prefix_len for growth in growths], np.int64)
-    total = np.array([growth.seq_len for growth in growths], np.int64)
-    closes = bool((total // C128_RATIO > prefix // C128_RATIO).any())  # seldom in a decode
+    sizes, rows, prefix, total = table.sizes, growth.rows, growth.prefix_lens, growth.seq_lens
+    closes = np.count_nonzero(total // C128_RATIO > prefix // C128_RATIO) > 0  # seldom in a decode
     with read_table(table) as view:
-        free_swa, edits = _evict(view, table, growths)
+        free_swa, edits = _evict(view, table, growth)
         last = view["req_to_token"][rows * sizes.context + np.maximum(prefix - 1, 0)].astype(np.int64)
         last_swa = view["full_to_swa"][last]
-        held = _held_c128(view, table, growths) if closes else []
+        held = _held_c128(view, table, growth) if closes else []
     free_full, out_full, new_full = extend_slots(table.free_pages, prefix, total, last, sizes.page_size)
     free_swa, out_swa, new_swa = extend_slots(free_swa, prefix, total, last_swa, sizes.page_size)
     free_c128, out_c128 = table.free_c128_pages, np.empty(0, np.int64)
@@ -122,10 +128,12 @@ def allocate(table: RequestTable, growths: Sequence[Growth]) -> tuple[RequestTab
     cells = (rows * sizes.context + prefix).repeat(lens) + within
     edits += [("req_to_token", cells, out_full), ("full_to_swa", out_full, out_swa)]
     for name, opened in (("page_refs", new_full), ("swa_refs", new_swa), ("c128_refs", new_c128)):
-        edits.append((name, np.array(list(chain.from_iterable(opened)), np.int64), 1))
-    for growth, before, named in zip(growths if closes else (), held, new_c128, strict=True):
+        pages = [*chain.from_iterable(opened)]
+        if pages:
+            edits.append((name, np.array(pages, np.int64), 1))
+    for row, before, named in zip(rows.tolist() if closes else (), held, new_c128, strict=True):
         if named:
-            column = growth.row * sizes.sidecar_width + len(before)
+            column = row * sizes.sidecar_width + len(before)
             edits.append(("sidecar", column + np.arange(len(named)), np.array(named, np.int64)))
     table = attrs.evolve(
         table,
@@ -138,8 +146,8 @@ def allocate(table: RequestTable, growths: Sequence[Growth]) -> tuple[RequestTab
     return table, CacheLocs(out_full_loc=out_full, out_swa_loc=out_swa, out_c4_loc=closing, out_c128_loc=out_c128)
 
 
-def _held_c128(view: _View, table: RequestTable, growths: Sequence[Growth]) -> list[list[int]]:
+def _held_c128(view: _View, table: RequestTable, growth: Growth) -> list[list[int]]:
     """List the C128 pages that each request names."""
-    starts = (growth.row * table.sizes.sidecar_width for growth in growths)
-    lengths = (c128_pages(growth.prefix_len) for growth in growths)
+    starts = (growth.rows * table.sizes.sidecar_width).tolist()
+    lengths = [c128_pages(prefix_len) for prefix_len in growth.prefix_lens.tolist()]
     return [view["sidecar"][start : start + n].tolist() for start, n in zip(starts, lengths, strict=True)]

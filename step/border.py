@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from ..model.model import Model
 from ..state.decode import DecodeState
@@ -25,9 +25,7 @@ def owned_step(model: Model, state: DecodeState) -> Iterator[None]:
     """
     with told_to_ranks(model):
         _check_fit(model, state)
-    with ExitStack() as stack:
-        for handle in (state.table.handle, state.kv.handle):
-            stack.enter_context(handle.exclusive())
+    with state.table.handle.exclusive(), state.kv.handle.exclusive():
         yield
 
 
@@ -40,7 +38,7 @@ def _check_fit(model: Model, state: DecodeState) -> None:
             expected=model.config,
             got=state.config,
         )
-    if state.numerics != model.numerics:
+    if state.numerics is not model.numerics and state.numerics != model.numerics:
         raise ConfigError(
             "state: its caches were computed with other numerics than the model's; build it with "
             "init_state(model, capacity)",

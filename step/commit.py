@@ -58,10 +58,11 @@ def commit_tokens(state: DecodeState, ids: Tensor | None) -> tuple[DecodeState, 
     request_ids = batch.sample_ids
     sampled = _read_ids(ids, request_ids, state.config.vocab_size)
     rows = {row.request_id: row for row in state.sampling.rows}
+    opened = {request.request_id: request for request in state.requests}
     changed: dict[int, Request] = {}
     finished: dict[int, str] = {}
     for request_id, token_id in zip(request_ids, sampled, strict=True):
-        request = find_request(state, request_id)
+        request = opened.get(request_id) or find_request(state, request_id)
         reason = _finish_reason(state, rows[request_id].params, request.kv_len, request.n_outputs + 1, token_id)
         if reason is not None:
             finished[request_id] = reason
@@ -98,8 +99,7 @@ def _read_ids(ids: Tensor, request_ids: tuple[int, ...], vocab_size: int) -> lis
 def _finish_reason(
     state: DecodeState, params: SamplingParams, kv_len: int, n_outputs: int, token_id: int
 ) -> str | None:
-    stops = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *state.config.eos_token_id)
-    if token_id in stops:
+    if token_id in params.stop_token_ids or (not params.ignore_eos and token_id in state.config.eos_token_id):
         return "stop"
     if params.max_new_tokens is not None and n_outputs >= params.max_new_tokens:
         return "length"

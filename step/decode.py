@@ -28,6 +28,7 @@ from torch import Tensor
 from ..model.forward import forward
 from ..model.model import Model
 from ..state.batch import ForwardBatch, ScheduleBatch, StepOutput
+from ..state.captured import Captured
 from ..state.decode import DecodeState
 from .announce import agreement, announce_step, runs_elsewhere, told_to_ranks
 from .border import owned_step
@@ -98,8 +99,8 @@ def decode_step(
         kv, logits = forward(model, state.kv, view, tap=taps.tap)
         if not batch.request_ids:  # this replica was idle
             return before, empty_output(model)
-        state, out = finish_step(model, attrs.evolve(state, kv=kv), batch, view, logits, mask)
-        return state, attrs.evolve(out, captured=taps.record(logits, "last"))
+        captured = taps.record(logits, "last")
+        return finish_step(model, attrs.evolve(state, kv=kv), batch, view, logits, mask, captured=captured)
 
 
 def begin_decode(
@@ -133,6 +134,7 @@ def finish_step(
     view: ForwardBatch,
     logits: Tensor,
     mask: Mapping[int, Tensor] | None,
+    captured: Captured | None = None,
 ) -> tuple[DecodeState, StepOutput]:
     """Sample, relay and commit: what decode and extend end with.
 
@@ -143,6 +145,7 @@ def finish_step(
         view: its model view.
         logits: f32[B,V]. Of each request's last token.
         mask: request -> packed vocabulary bits.
+        captured: what the step's taps recorded.
     Returns:
         (state, out): as ``decode_step``; ``out`` has the rows that sample.
     """
@@ -162,5 +165,6 @@ def finish_step(
         logits=logits,
         logprobs=logprobs_of(logits, next_ids, sampling, ids),
         finished=finished,
+        captured=captured,
     )
     return state, out

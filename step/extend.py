@@ -95,8 +95,8 @@ def extend_step(
         state, captured = attrs.evolve(state, kv=kv), taps.record(out_logits, kept)
         if sample:
             last = out_logits if logits == "last" else out_logits.index_select(0, view.last_rows)
-            state, out = finish_step(model, state, batch, view, last, mask)
-            return state, attrs.evolve(out, logits=out_logits if logits == "all" else out.logits, captured=captured)
+            state, out = finish_step(model, state, batch, view, last, mask, captured=captured)
+            return state, out if logits == "last" else attrs.evolve(out, logits=out_logits)
         state, finished = commit(state, None)
         out = StepOutput(
             request_ids=batch.request_ids,

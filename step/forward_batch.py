@@ -54,13 +54,13 @@ def forward_batch(
             got=bucket,
         )
     device = state.kv.device
-    _, positions = token_positions(batch)
+    tokens = token_positions(batch)
     with read_table(state.table) as tables:
         if state.kv.layout.is_paged:
             metadata = ascend_metadata(batch, tables, state.kv.layout, device, bucket=bucket)
         else:
             metadata = attention_metadata(
-                batch, tables, state.kv.layout, state.config.sliding_window, device, rowwise=rowwise
+                batch, tokens, tables, state.kv.layout, state.config.sliding_window, device, rowwise=rowwise
             )
     pool_rows = torch.from_numpy(batch.req_pool_indices).to(device)
     if batch.input_ids is None:
@@ -70,7 +70,7 @@ def forward_batch(
     layout = layout or PlainLayout(page_size=state.table.sizes.page_size)
     virtual = torch.from_numpy(batch.out_cache_loc).to(device)
     seq_lens = torch.from_numpy(batch.seq_lens).to(device)
-    last_rows = np.cumsum(batch.extend_lens) - 1 if bucket is None else np.arange(bucket)
+    last_rows = batch.extend_lens.cumsum() - 1 if bucket is None else np.arange(bucket)
     return ForwardBatch(
         forward_mode=batch.forward_mode,
         batch_size=len(batch.request_ids),
@@ -80,7 +80,7 @@ def forward_batch(
         seq_lens_cpu=batch.seq_lens,
         seq_lens_sum=batch.seq_lens_sum,
         orig_seq_lens=torch.from_numpy(batch.orig_seq_lens).to(device),
-        positions=_padded(torch.from_numpy(positions).to(device), bucket),
+        positions=_padded(torch.from_numpy(tokens[1]).to(device), bucket),
         out_cache_loc=layout.kernel(VirtualLoc(ids=virtual)).ids,
         out_cache_loc_virtual=virtual if layout.is_translating else None,
         last_rows=torch.from_numpy(last_rows).to(device),

@@ -74,6 +74,7 @@ class Reader:
 
 def attention_metadata(
     batch: ScheduleBatch,
+    tokens: tuple[Ints, Ints],
     tables: Mapping[str, Ints],
     layout: KVLayout,
     window: int,
@@ -85,6 +86,7 @@ def attention_metadata(
 
     Args:
         batch: the prepared step.
+        tokens: what ``token_positions`` says of it.
         tables: the request table after preparation, as numpy arrays.
         layout: of the caches.
         window: W.
@@ -95,19 +97,18 @@ def attention_metadata(
         What the layers read and write by.
     """
     reader = Reader(tables, layout, device)
-    rows, positions = tokens = token_positions(batch)
+    rows, positions = tokens
     lens = batch.extend_lens
     starts = lens.cumsum() - lens
     # Where other ranks hold parts of them, keys lie in no order that the tokens of a chunk could share.
     rowwise = rowwise or layout.ways > 1
     single = np.arange(len(rows)) if rowwise else starts[lens == 1]
+    several = [] if rowwise else (lens > 1).nonzero()[0].tolist()
     return AttentionMetadata(
         swa_loc=reader.tensor(layout.local("swa", batch.out_cache_loc_dsv4.out_swa_loc)),
         compressors=compressor_metadata(reader, batch, tokens),
         singles=_singles(reader, batch, rows, positions, single, window, rowwise) if len(single) else None,
-        chunks=tuple(
-            _chunk(reader, batch, int(i), int(starts[i]), window) for i in (lens > 1).nonzero()[0] if not rowwise
-        ),
+        chunks=tuple([_chunk(reader, batch, i, int(starts[i]), window) for i in several]),
     )
 
 
@@ -249,13 +250,14 @@ def _singles(
 ) -> SingleMetadata:
     sizes = reader.layout.sizes
     seq, pool_rows = positions[single] + 1, batch.req_pool_indices[rows[single]]
-    width = window if rowwise else min(window, int(seq.max()))
+    longest = int(seq.max())
+    width = window if rowwise else min(window, longest)
     past = seq[:, None] - np.arange(width, 0, -1)
     mask = past >= 0
     loc = np.where(mask, reader.swa_loc(pool_rows[:, None], np.maximum(past, 0)), 0)
     if reader.layout.ways > 1:
         loc, mask = _own_window(reader.layout, loc, mask)
-    n_c4, n_c128 = int(seq.max()) // C4_RATIO, int(seq.max()) // C128_RATIO
+    n_c4, n_c128 = longest // C4_RATIO, longest // C128_RATIO
     firsts = np.arange(-(-n_c4 // sizes.c4_page)) * sizes.page_size
     held = firsts < seq[:, None]
     full = reader.full_loc(pool_rows[:, None], np.minimum(firsts, sizes.context - 1))

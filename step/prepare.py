@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from operator import index
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import numpy as np
@@ -38,6 +38,8 @@ __all__ = [
 
 Ints = NDArray[np.int64]
 TokenIds = Sequence[int] | Ints | torch.Tensor
+
+_NO_IDS: Final = np.empty(0, np.int64)
 
 
 def running_requests(state: DecodeState) -> tuple[int, ...]:
@@ -76,9 +78,9 @@ def prepare_decode(
         raise RequestError(
             f"force: expected requests of this step {ids}, got {strays}", field="force", expected=ids, got=strays
         )
-    requests = []
+    requests, opened = [], _requests_of(state)
     for request_id in ids:
-        request = _runnable(state, request_id)
+        request = _runnable(state, opened, request_id)
         if request_id in forced:
             state, request = _force(state, request, forced[request_id])
         elif not request.n_unfed:
@@ -114,21 +116,23 @@ def prepare_extend(
     require_committed(state)
     requests = []
     given = _mapping(tokens, "tokens")
-    for request_id, chunk in zip(distinct_ids(given, "tokens"), given.values(), strict=True):
-        request = _runnable(state, request_id)
+    request_ids = distinct_ids(given, "tokens")
+    opened = _requests_of(state)
+    for request_id, chunk in zip(request_ids, given.values(), strict=True):
+        request = _runnable(state, opened, request_id)
         ids = _token_ids(chunk, state.config.vocab_size, request_id)
-        if not len(ids) and not request.n_unfed:
+        if len(ids):
+            state = attrs.evolve(state, sampling=observe_prompt(state.sampling, request_id, ids.tolist()))
+            request = attrs.evolve(request, tokens=request.tokens.extend(ids))
+        elif not request.n_unfed:
             raise RequestError(
                 f"request {request_id}: expected at least one token to feed, got none and nothing is pending",
                 field="tokens",
                 expected=">= 1 token",
                 got=0,
             )
-        if len(ids):
-            state = attrs.evolve(state, sampling=observe_prompt(state.sampling, request_id, ids.tolist()))
-            request = attrs.evolve(request, tokens=request.tokens.extend(ids))
         requests.append(request)
-    return _prepare(state, ForwardMode.EXTEND, requests, _limits(limit, [r.request_id for r in requests]))
+    return _prepare(state, ForwardMode.EXTEND, requests, _limits(limit, request_ids))
 
 
 def _prepare(
@@ -140,23 +144,22 @@ def _prepare(
     is_known: bool = True,
 ) -> tuple[DecodeState, ScheduleBatch]:
     state, requests = _placed(state, requests)
-    growths = [_growth(state, mode, request, limits.get(request.request_id)) for request in requests]
-    table, locs = allocate(state.table, growths)
-    grown = {
-        request.request_id: request.grown(growth.seq_len, growth.evict_to)
-        for request, growth in zip(requests, growths, strict=True)
-    }
-    seq_lens = np.array([growth.seq_len for growth in growths], np.int64)
+    ends = [_end(state, request, limits) for request in requests]
+    evicted = _evicted(state, mode, requests)
+    columns = [*zip(requests, ends, evicted, strict=True)]
+    growth = Growth.of([(one.row, one.kv_len, end, one.evicted_len, evict_to) for one, end, evict_to in columns])
+    table, locs = allocate(state.table, growth)
+    grown = {one.request_id: one.grown(end, evict_to) for one, end, evict_to in columns}
     batch = ScheduleBatch(
         forward_mode=mode,
         request_ids=tuple(grown),
-        req_pool_indices=np.array([growth.row for growth in growths], np.int64),
-        prefix_lens=np.array([growth.prefix_len for growth in growths], np.int64),
-        seq_lens=seq_lens,
-        orig_seq_lens=seq_lens.copy(),
-        seq_lens_sum=int(seq_lens.sum()),
-        input_ids=_joined_new(requests, growths) if is_known else None,
-        sample_rows=np.flatnonzero([not request.n_unfed for request in grown.values()]),
+        req_pool_indices=growth.rows,
+        prefix_lens=growth.prefix_lens,
+        seq_lens=growth.seq_lens,
+        orig_seq_lens=growth.seq_lens.copy(),
+        seq_lens_sum=sum(ends),
+        input_ids=_joined_new(requests, ends) if is_known else None,
+        sample_rows=np.array([i for i, (one, end, _) in enumerate(columns) if end == len(one.tokens)], np.int64),
         out_cache_loc=locs.out_full_loc,
         out_cache_loc_dsv4=locs,
     )
@@ -165,7 +168,7 @@ def _prepare(
 
 def _placed(state: DecodeState, requests: Sequence[Request]) -> tuple[DecodeState, Sequence[Request]]:
     """Give those that were retracted a row."""
-    n_parked = sum(request.is_parked for request in requests)
+    n_parked = sum([request.is_parked for request in requests])
     if not n_parked:
         return state, requests
     free_rows, rows = state.table.free_rows.take(n_parked)
@@ -187,7 +190,8 @@ def _limits(limit: int | Mapping[int, int] | None, ids: Sequence[int]) -> Mappin
     limits = {
         i: -1 if isinstance(most, bool) or not hasattr(most, "__index__") else index(most) for i, most in given.items()
     }
-    wrong = {i: given[i] for i, most in limits.items() if i not in ids or most < C128_RATIO}
+    known = set(ids)
+    wrong = {i: given[i] for i, most in limits.items() if i not in known or most < C128_RATIO}
     if wrong:
         raise RequestError(
             f"limit: expected at least {C128_RATIO} tokens for requests of this step {tuple(ids)}, got {wrong}",
@@ -198,7 +202,8 @@ def _limits(limit: int | Mapping[int, int] | None, ids: Sequence[int]) -> Mappin
     return limits
 
 
-def _growth(state: DecodeState, mode: ForwardMode, request: Request, limit: int | None) -> Growth:
+def _end(state: DecodeState, request: Request, limits: Mapping[int, int]) -> int:
+    """Find where the tokens end that a request is fed in this step."""
     total = len(request.tokens)
     if total > state.capacity.context:
         raise CapacityError(
@@ -208,21 +213,20 @@ def _growth(state: DecodeState, mode: ForwardMode, request: Request, limit: int 
             expected=f"<= {state.capacity.context}",
             got=total,
         )
+    end = request.kv_len + limits.get(request.request_id, total)
+    return total if total <= end else end // C128_RATIO * C128_RATIO
+
+
+def _evicted(state: DecodeState, mode: ForwardMode, requests: Sequence[Request]) -> list[int]:
+    """Find up to where each request has given back its window pages once this step is prepared."""
+    window, page_size = state.config.sliding_window, state.table.sizes.page_size
     # The first decode after a prefill evicts nothing (decode_count counts this step already).
-    may_evict = mode is ForwardMode.EXTEND or request.decode_count > 1
-    evict_to = request.evicted_len
-    if may_evict:
-        window, page_size = state.config.sliding_window, state.table.sizes.page_size
-        evict_to = eviction_end(request.kv_len, evict_to, window, page_size)
-    if limit is not None and total > request.kv_len + limit:
-        total = (request.kv_len + limit) // C128_RATIO * C128_RATIO
-    return Growth(
-        row=request.row,
-        prefix_len=request.kv_len,
-        seq_len=total,
-        evicted_len=request.evicted_len,
-        evict_to=evict_to,
-    )
+    return [
+        eviction_end(request.kv_len, request.evicted_len, window, page_size)
+        if mode is ForwardMode.EXTEND or request.decode_count > 1
+        else request.evicted_len
+        for request in requests
+    ]
 
 
 def _force(state: DecodeState, request: Request, token_id: int) -> tuple[DecodeState, Request]:
@@ -234,14 +238,17 @@ def _force(state: DecodeState, request: Request, token_id: int) -> tuple[DecodeS
     return attrs.evolve(state, sampling=sampling), attrs.evolve(request, tokens=request.tokens.replace_last(token))
 
 
-def _joined_new(requests: Sequence[Request], growths: Sequence[Growth]) -> Ints:
-    pairs = zip(requests, growths, strict=True)
-    parts = [request.tokens.span(request.kv_len, growth.seq_len) for request, growth in pairs]
+def _joined_new(requests: Sequence[Request], ends: Sequence[int]) -> Ints:
+    parts = [request.tokens.span(request.kv_len, end) for request, end in zip(requests, ends, strict=True)]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
-def _runnable(state: DecodeState, request_id: int) -> Request:
-    request = find_request(state, request_id)
+def _requests_of(state: DecodeState) -> dict[int, Request]:
+    return {request.request_id: request for request in state.requests}
+
+
+def _runnable(state: DecodeState, opened: Mapping[int, Request], request_id: int) -> Request:
+    request = opened.get(request_id) or find_request(state, request_id)
     if request.finished is not None:
         raise RequestError(
             f"request {request_id}: expected a running request, but it has finished ({request.finished}); close it, or "
@@ -297,7 +304,7 @@ def require_committed(state: DecodeState) -> None:
 def _token_ids(ids: Any, vocab_size: int, request_id: int) -> Ints:
     """Check token ids at the border and return them as i64[T]."""
     if isinstance(ids, tuple) and not ids:  # what decodes is given nothing, and is most of what a server's steps run
-        return np.empty(0, np.int64)
+        return _NO_IDS
     found = TokenLog.of(_plain_ids(ids, request_id)).numpy()
     bad = found[(found < 0) | (found >= vocab_size)]
     if len(bad):

@@ -30,7 +30,7 @@ def refeed_last(state: DecodeState, request_ids: Iterable[int]) -> DecodeState:
     Returns:
         The state in which each of them has an unfed token, if it has any token at all.
     """
-    idle = [r for r in state.requests if not r.n_unfed and not r.finished and len(r.tokens)]
+    idle = [r for r in state.requests if len(r.tokens) == r.kv_len and r.kv_len and not r.finished]
     wanted = set(request_ids) if idle else set()  # in most steps every request has something to feed
     for request in (request for request in idle if request.request_id in wanted):
         point = reuse_point(state, request, len(request.tokens) - 1)

@@ -212,10 +212,9 @@ def _placed(table: RequestTable, request: Request, window: int) -> tuple[Request
     for start in range(0, n, piece):
         evict_to = eviction_end(start, evicted, window, size)
         end = min(start + piece, n)
-        growth = Growth(row=row, prefix_len=start, seq_len=end, evicted_len=evicted, evict_to=evict_to)
-        table, evicted = allocate(table, [growth])[0], evict_to
-    last = Growth(row=row, prefix_len=n, seq_len=n, evicted_len=evicted, evict_to=request.evicted_len)
-    return allocate(table, [last])[0], attrs.evolve(request, row=row)
+        table, evicted = allocate(table, Growth.of([(row, start, end, evicted, evict_to)]))[0], evict_to
+    last = Growth.of([(row, n, n, evicted, request.evicted_len)])
+    return allocate(table, last)[0], attrs.evolve(request, row=row)
 
 
 def _check_sound(state: DecodeState, exported: ExportedRequest) -> None:
