@@ -106,7 +106,7 @@ def test_log_handed_out_can_be_written_without_changing_the_log(n):
 
 
 def test_appending_copies_no_chunk():
-    """A log that grew from another shares its chunks, holds fewer than a chunk of ids beside them, and keeps no more."""
+    """A log grown from another shares its chunks, holds fewer than a chunk of ids beside them, and keeps no more."""
     log = TokenLog.of(_ids(3 * CHUNK - 1))
     assert all(chunk.base is None for chunk in log.chunks)
     for token_id in range(2 * CHUNK):
