@@ -21,7 +21,7 @@ from purestep.state.kv import CacheForm, KVLayout
 from purestep.state.paged_tables import AscendTables
 from purestep.state.table import read_table
 from purestep.step.ascend import ascend_metadata, ascend_tables
-from purestep.step.metadata import attention_metadata
+from purestep.step.metadata import attention_metadata, token_positions
 
 CPU = torch.device("cpu")
 MODEL = tiny_model()
@@ -250,7 +250,8 @@ def test_tables_lead_to_the_same_slots(step: tuple[ps.DecodeState, ScheduleBatch
     layout, size = state.kv.layout, state.kv.layout.sizes.page_size
     with read_table(state.table) as tables:
         meta = ascend_metadata(batch, tables, layout, CPU)
-        plain = attention_metadata(batch, tables, layout, MODEL.config.sliding_window, CPU)
+        tokens = token_positions(batch)
+        plain = attention_metadata(batch, tokens, tables, layout, MODEL.config.sliding_window, CPU)
         t = meta.tables
         assert torch.equal(meta.swa_loc, plain.swa_loc)
         for line, (row, seq, prefix) in enumerate(
