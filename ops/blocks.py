@@ -81,8 +81,9 @@ def _experts_blocked(
     steps: bool,
     inner: bool,
 ) -> Tensor:
+    how = ExpertMath(weighs_after=after, rounds_steps=steps, rounds_inner=inner)
     n, n_chosen, height = int(count), weights.shape[1], rows.shape[1]
-    kernel = _kernel(height, n_chosen, limit, (after, steps, inner), x.dtype, w13.dtype, tuple(w13.shape))
+    kernel = _kernel(height, n_chosen, limit, how, x.dtype, w13.dtype, tuple(w13.shape))
     return kernel((x, weights, w13, w2, expert[:n], rows[:n], scales[:n], places))[0]
 
 
@@ -91,14 +92,13 @@ def _kernel(
     height: int,
     n_chosen: int,
     limit: float,
-    how: tuple[bool, bool, bool],
+    how: ExpertMath,
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     shape: tuple[int, int, int],
 ) -> Graph:
     """Generate the kernel for any number of rows and blocks; a pure function of its arguments, so it is kept."""
     n_experts, inner_width, width = shape[0], shape[1] // 2, shape[2]
-    math = ExpertMath(weighs_after=how[0], rounds_steps=how[1], rounds_inner=how[2])
 
     def run(
         x: Tensor,
@@ -115,10 +115,10 @@ def _kernel(
         out = []
         for n in range(height):
             hidden = (up * given[:, n].unsqueeze(-2)).sum(-1).to(x.dtype)
-            inner = kept(inner_rows(hidden, scales[:, n].unsqueeze(-1), limit, math).float())
+            inner = kept(inner_rows(hidden, scales[:, n].unsqueeze(-1), limit, how).float())
             out.append((down * inner.unsqueeze(-2)).sum(-1).to(x.dtype))
         chosen = torch.stack(out, dim=1).flatten(0, 1)[places]
-        return summed(chosen.unflatten(0, (-1, n_chosen)), weights.unsqueeze(-1), 1, math)
+        return summed(chosen.unflatten(0, (-1, n_chosen)), weights.unsqueeze(-1), 1, how)
 
     n_rows, n_blocks = 16, 24
     args = (

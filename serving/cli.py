@@ -16,6 +16,7 @@ exit code meaning
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -666,9 +667,8 @@ def serve(
         log=startup.log_line if log_requests or log_prompts else None,
         log_prompts=log_prompts,
     )
-    startup.run_server(
-        loaded, limits, settings, host=host, port=port, show=Console(stderr=True).print, compiled=compiled
-    )
+    show = Console(stderr=True).print
+    asyncio.run(startup.run_server(loaded, limits, settings, host=host, port=port, show=show, compiled=compiled))
 
 
 @app.command()

@@ -555,8 +555,9 @@ class Engine:
                     raise _Fault(key, f"{CONSTRAINT_ERROR}{_say(error)}") from error
                 masks |= {} if bits is None else {pool.ids[key]: bits}
         wanted = [key for key, _ in plan.rows if asks[key][0].prompt_logprobs is not None and not asks[key][1]]
-        longest, step = pool.decoded_len(plan.rows), self._compiled
-        if step is not None and longest is not None and not wanted and step.holds(len(plan.rows), longest):
+        step = self._compiled
+        longest = None if step is None or wanted else pool.decoded_len(plan.rows)
+        if step is not None and longest is not None and step.holds(len(plan.rows), longest):
             state, out = step(self.model, pool.state, only=pool.chunks(plan.rows), mask=masks)
             return state, out, {}, True
         state, out = extend_step(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from ..state.decode import DecodeState, find_request
+from ..state.decode import DecodeState, find_request, requests_by_id
 from ..state.errors import CapacityError
 from ..state.pages import c128_pages_needed, pages_needed
 from ..state.sampling import SamplingParams
@@ -84,7 +84,7 @@ class Pool:
         """Tell whether there is room even if the step gives no window page back, by counting alone."""
         table = self.state.table
         size, n_pages, n_c128, n_rows = table.sizes.page_size, 0, 0, 0
-        opened = {request.request_id: request for request in self.state.requests}
+        opened = requests_by_id(self.state)
         for key, most in rows:
             request = opened[self.ids[key]]
             total = len(request.tokens) + len(self.given.get(key, ()))
@@ -117,7 +117,7 @@ class Pool:
 
     def decoded_len(self, rows: Rows) -> int | None:
         """Return how long the longest row is after a step that feeds each one known token; None if it feeds more."""
-        opened = {request.request_id: request for request in self.state.requests}
+        opened = requests_by_id(self.state)
         found = [opened[self.ids[key]] for key, _ in rows]
         if not found or any(self.given.get(key) for key, _ in rows) or any(one.n_unfed != 1 for one in found):
             return None

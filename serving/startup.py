@@ -25,7 +25,7 @@ from .server import build_app, serve
 __all__ = ["log_line", "memory_table", "run_server"]
 
 
-def run_server(
+async def run_server(
     model: Model,
     limits: EngineLimits,
     settings: Settings,
@@ -46,18 +46,6 @@ def run_server(
         show: takes the table of what memory goes where.
         compiled: what steps that only decode run in, where they fit; on one rank.
     """
-    asyncio.run(_run(model, limits, settings, host, port, show, compiled))
-
-
-async def _run(
-    model: Model,
-    limits: EngineLimits,
-    settings: Settings,
-    host: str,
-    port: int,
-    show: Callable[[Table], None],
-    compiled: CompiledStep | None,
-) -> None:
     one_rank = model.ranks.world.size == 1
     engine = Engine(model, limits, compiled=compiled) if one_rank else RankedEngine(model, limits)
     app = build_app(model, engine, settings)

@@ -18,7 +18,7 @@ from .table import RequestTable
 from .tokens import TokenLog
 from .values import value
 
-__all__ = ["DecodeState", "Request", "find_request", "replace_requests"]
+__all__ = ["DecodeState", "Request", "find_request", "replace_requests", "requests_by_id"]
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -141,6 +141,11 @@ class DecodeState:
     relay: Tensor
     sampling: SamplingState
     launched: ScheduleBatch | None
+
+
+def requests_by_id(state: DecodeState) -> dict[int, Request]:
+    """Return the records of the open requests, for who looks at several."""
+    return {request.request_id: request for request in state.requests}
 
 
 def find_request(state: DecodeState, request_id: int) -> Request:

@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from ..state.decode import DecodeState, Request, find_request, replace_requests
+from ..state.decode import DecodeState, Request, find_request, replace_requests, requests_by_id
 from ..state.errors import RequestError, ShapeError
 from ..state.sampling import SamplingParams
 from .sample import NO_TOKEN
@@ -58,7 +58,7 @@ def commit_tokens(state: DecodeState, ids: Tensor | None) -> tuple[DecodeState, 
     request_ids = batch.sample_ids
     sampled = _read_ids(ids, request_ids, state.config.vocab_size)
     rows = {row.request_id: row for row in state.sampling.rows}
-    opened = {request.request_id: request for request in state.requests}
+    opened = requests_by_id(state)
     changed: dict[int, Request] = {}
     finished: dict[int, str] = {}
     for request_id, token_id in zip(request_ids, sampled, strict=True):

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..state.batch import ForwardMode, ScheduleBatch
 from ..state.capacity import C128_RATIO
-from ..state.decode import DecodeState, Request, find_request, replace_requests
+from ..state.decode import DecodeState, Request, find_request, replace_requests, requests_by_id
 from ..state.errors import CapacityError, RequestError, StateBusyError
 from ..state.sampling import observe_prompt, replace_output
 from ..state.tokens import TokenLog
@@ -78,7 +78,7 @@ def prepare_decode(
         raise RequestError(
             f"force: expected requests of this step {ids}, got {strays}", field="force", expected=ids, got=strays
         )
-    requests, opened = [], _requests_of(state)
+    requests, opened = [], requests_by_id(state)
     for request_id in ids:
         request = _runnable(state, opened, request_id)
         if request_id in forced:
@@ -117,7 +117,7 @@ def prepare_extend(
     requests = []
     given = _mapping(tokens, "tokens")
     request_ids = distinct_ids(given, "tokens")
-    opened = _requests_of(state)
+    opened = requests_by_id(state)
     for request_id, chunk in zip(request_ids, given.values(), strict=True):
         request = _runnable(state, opened, request_id)
         ids = _token_ids(chunk, state.config.vocab_size, request_id)
@@ -241,10 +241,6 @@ def _force(state: DecodeState, request: Request, token_id: int) -> tuple[DecodeS
 def _joined_new(requests: Sequence[Request], ends: Sequence[int]) -> Ints:
     parts = [request.tokens.span(request.kv_len, end) for request, end in zip(requests, ends, strict=True)]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
-
-
-def _requests_of(state: DecodeState) -> dict[int, Request]:
-    return {request.request_id: request for request in state.requests}
 
 
 def _runnable(state: DecodeState, opened: Mapping[int, Request], request_id: int) -> Request:

@@ -97,8 +97,6 @@ def logprobs_of(logits: Tensor, ids: Tensor, sampling: SamplingState, request_id
     Source: SGLang ``srt/layers/sampler.py``.
     """
     vocab_size = logits.shape[1]
-    if all([row.params.logprobs is None for row in sampling.rows]):
-        return None
     wanted = [row.params.logprobs for row in _rows_of(sampling, request_ids)]
     counts = tuple(None if count is None else min(count, vocab_size) for count in wanted)
     asked = [count for count in counts if count is not None]

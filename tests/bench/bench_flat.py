@@ -7,18 +7,14 @@ python tests/bench/bench_flat.py --case small --batch 4 --context 1024
 
 from __future__ import annotations
 
-import argparse
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import harness
 import purestep as ps
 import torch
-from purestep.serving.bench_cases import CASES
-from purestep.serving.bench_steps import DTYPES, alternate, laid_state, median_ms, write_case
+from purestep.serving.bench_steps import alternate, laid_state, median_ms
 
 ROOM, WIDER, LARGER, HELD = 64, 16, 32, 100
 
@@ -40,16 +36,8 @@ def stepping(model: ps.Model, decode: Any, state: ps.DecodeState, n_held: int) -
 
 def main() -> None:
     """Measure and print the ratios."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=list(CASES), default="small")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=20)
-    options = parser.parse_args()
-    with TemporaryDirectory() as folder:
-        write_case(CASES[options.case], options.dtype, Path(folder))
-        model = ps.load_model(folder, dtype=options.dtype, numerics=ps.Numerics.plain())
+    options = harness.step_parser(__doc__, batch=4).parse_args()
+    model = harness.load_ours(options.case, options.dtype)
     room = ROOM + options.rounds + HELD
     compiled = ps.compile_step(model, [(options.batch, options.context + room)])
     rows = []

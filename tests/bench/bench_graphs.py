@@ -5,20 +5,16 @@ python tests/bench/bench_graphs.py --case small --dtype float32 --batch 16 --con
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections import defaultdict
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import attrs
 import harness
 import purestep as ps
 import torch
-from purestep.serving.bench_cases import CASES
-from purestep.serving.bench_steps import DTYPES, laid_state, write_case
+from purestep.serving.bench_steps import laid_state
 
 
 def timed(compiled: Any, seconds: dict[str, list[float]]) -> Any:
@@ -38,16 +34,8 @@ def timed(compiled: Any, seconds: dict[str, list[float]]) -> Any:
 
 def main() -> None:
     """Measure and print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=list(CASES), default="small")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=20)
-    options = parser.parse_args()
-    with TemporaryDirectory() as folder:
-        write_case(CASES[options.case], options.dtype, Path(folder))
-        model = ps.load_model(folder, dtype=options.dtype, numerics=ps.Numerics.plain())
+    options = harness.step_parser(__doc__, batch=16).parse_args()
+    model = harness.load_ours(options.case, options.dtype)
     room = 2 * options.rounds + 8
     compiled = ps.compile_step(model, [(options.batch, options.context + room)])
     state, ids = laid_state(model, options.batch, options.context, room=room)

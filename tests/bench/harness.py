@@ -7,6 +7,7 @@ minute.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,24 @@ def build(case: str, dtype: str) -> Engines:
         write_case(CASES[case], dtype, Path(folder))
         ours = ps.load_model(folder, dtype=dtype, numerics=ps.Numerics.plain())
         return Engines(CASES[case], ours, load_peer(Path(folder), DTYPES[dtype][0]))
+
+
+def load_ours(case: str, dtype: str) -> ps.Model:
+    """Draw weights and load them into our engine alone."""
+    with TemporaryDirectory() as folder:
+        write_case(CASES[case], dtype, Path(folder))
+        return ps.load_model(folder, dtype=dtype, numerics=ps.Numerics.plain())
+
+
+def step_parser(description: str | None, batch: int) -> argparse.ArgumentParser:
+    """Make the options of a script that measures steps of one case."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=list(CASES), default="small")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("--batch", type=int, default=batch)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=20)
+    return parser
 
 
 def report(title: str, rows: Sequence[Mapping[str, Any]]) -> None:

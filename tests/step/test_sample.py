@@ -395,3 +395,12 @@ def test_logprobs_come_to_those_who_ask():
     torch.testing.assert_close(both.token_logprobs, plain.gather(1, ids[:, None])[:, 0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(both.top_logprobs, plain.gather(1, both.top_ids), rtol=1e-5, atol=1e-5)
     assert torch.equal(both.token_logprobs[2:], only_chosen.token_logprobs)
+
+
+@pytest.mark.parametrize("request_ids", [(7,), (0, 0)])
+def test_logprobs_refuse_strange_requests_also_when_nobody_asked(request_ids):
+    """A request that is unknown or named twice is an error, whether or not any open one wants log-probabilities."""
+    sampling = open_row(SamplingState(), 0, SamplingParams())
+    logits, ids = torch.zeros(len(request_ids), VOCAB), torch.zeros(len(request_ids), dtype=torch.int64)
+    with pytest.raises(RequestError):
+        logprobs_of(logits, ids, sampling, request_ids)
