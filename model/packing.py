@@ -1,8 +1,8 @@
 """A model whose thin products read weights in the layout that they are fastest in, for compiled graphs.
 
-Weights that meet the same rows are packed as one, so that one product serves them all. Expert stacks stay as they are:
-their kernel gathers from them. A host without bfloat16 arithmetic packs float32 copies of bfloat16 weights, which are
-the same numbers.
+Weights that meet the same rows are packed as one, so that one product serves them all. Expert stacks stay as they are,
+their kernel gathers from them, unless their experts are large and meet many rows each. A host without bfloat16
+arithmetic packs float32 copies of bfloat16 weights, which are the same numbers.
 
 Source: none; model sheet 2 says which weights meet which rows.
 """
@@ -10,19 +10,26 @@ Source: none; model sheet 2 says which weights meet which rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import attrs
+import torch
 from torch import Tensor
 
 from ..ops.dispatch import INVARIANT, TRACED
-from ..ops.fused import EMULATES_BF16
-from ..ops.packed import pack
+from ..ops.fused import EMULATES_BF16, LARGE_WEIGHT
+from ..ops.packed import pack, pack_stack
 from .model import Model
 from .params import AttentionParams, LayerParams, MoEParams, Params, StreamParams
 from .variants import numeric_ops
 
-__all__ = ["packed_params", "traced_model"]
+__all__ = ["pack_experts", "packed_params", "packs_experts", "traced_model"]
+
+_MANY: Final = 4
+"""Rows an expert from which a product of its own is faster than blocks of rows, for large experts."""
+
+_MANY_WIDENED: Final = 8
+"""The same where packing widens bfloat16, and twice as many bytes are read."""
 
 
 def traced_model(model: Model) -> Model:
@@ -51,6 +58,31 @@ def packed_params(model: Model) -> Params:
         layers=tuple(_packed_layer(model, p) for p in params.layers),
         head=_packed(params.head),
     )
+
+
+def packs_experts(model: Model, n_rows: int) -> bool:
+    """Tell whether so many rows multiply large experts faster by one product each.
+
+    Args:
+        model: of ``traced_model``, on a CPU.
+        n_rows: of a step.
+    """
+    config, w13 = model.config, model.params.layers[0].ffn.w13
+    assert isinstance(w13, Tensor), "weights are expanded"
+    most = _MANY_WIDENED if EMULATES_BF16 and w13.dtype is torch.bfloat16 else _MANY
+    return w13[0].numel() >= LARGE_WEIGHT and n_rows * config.num_experts_per_tok >= most * config.n_routed_experts
+
+
+def pack_experts(params: Params) -> Params:
+    """Pack the experts of every layer, too: as much memory again, twice as much where that widens them."""
+
+    def stack(w: Any) -> Any:
+        return pack_stack(w, torch.float32 if EMULATES_BF16 else w.dtype)
+
+    def packed(p: LayerParams) -> LayerParams:
+        return attrs.evolve(p, ffn=attrs.evolve(p.ffn, w13=stack(p.ffn.w13), w2=stack(p.ffn.w2)))
+
+    return attrs.evolve(params, layers=tuple(packed(p) for p in params.layers))
 
 
 def _wide(w: Any) -> Tensor:
@@ -117,6 +149,7 @@ def _packed_attention(model: Model, p: AttentionParams) -> AttentionParams:
         wq_a=x["wq_a"],
         wkv=x["wkv"],
         wq_b=q["wq_b"],
+        wo_a=_wide(p.wo_a),
         wo_b=_packed(p.wo_b),
         compressor=compressor,
         indexer=indexer,

@@ -131,7 +131,8 @@ def _kernel(
         torch.empty(n_blocks, height),
         torch.empty(n_rows * n_chosen, dtype=torch.int64),
     )
-    return compile_graph(run, args, free={0: 0, 1: 0, 4: 0, 5: 0, 6: 0, 7: 0})
+    about = ("experts in blocks", height, n_chosen, limit, how)
+    return compile_graph(run, args, free={0: 0, 1: 0, 4: 0, 5: 0, 6: 0, 7: 0}, about=about)
 
 
 def _fake(x: Tensor, *_rest: object) -> Tensor:

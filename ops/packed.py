@@ -5,13 +5,17 @@ Source: none; oneDNN's inner product with a weight in a blocked layout.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+import attrs
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["PackedWeight", "linear", "pack"]
+from .experts import PLAIN, ExpertMath, run_sorted
+
+__all__ = ["PackedStack", "PackedWeight", "experts", "linear", "pack", "pack_stack"]
 
 _ROWS: Final = 16
 """Rows that the layout is chosen for; other numbers of thin rows do as well with it."""
@@ -35,6 +39,16 @@ class PackedWeight(NamedTuple):
         return self
 
 
+class PackedStack(NamedTuple):
+    """The weights of a layer's experts, each in oneDNN's layout.
+
+    Attributes:
+        blocks: float[F,H] of the mkldnn layout, expert by expert.
+    """
+
+    blocks: Sequence[Tensor]
+
+
 def pack(*weights: Tensor) -> tuple[PackedWeight, ...]:
     """Reorder weights once; several that meet the same rows become one, and one product serves them all.
 
@@ -43,12 +57,36 @@ def pack(*weights: Tensor) -> tuple[PackedWeight, ...]:
     Returns:
         The same numbers, weight by weight; a copy.
     """
-    blocks = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights).contiguous(), _ROWS)
+    blocks = _reordered(torch.cat(weights))
     found, first = [], 0
     for w in weights:
         found.append(PackedWeight(blocks, first, len(w)))
         first += len(w)
     return tuple(found)
+
+
+def pack_stack(w: Tensor, dtype: torch.dtype) -> PackedStack:
+    """Reorder float[E,F,H] expert by expert, in another dtype; a copy."""
+    return PackedStack([_reordered(one.to(dtype)) for one in w.unbind(0)])
+
+
+def _reordered(w: Tensor) -> Tensor:
+    found: Tensor = torch.ops.mkldnn._reorder_linear_weight(w.contiguous(), _ROWS)
+    return found
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: PackedStack,
+    w2: PackedStack,
+    limit: float,
+    *,
+    how: ExpertMath = PLAIN,
+) -> Tensor:
+    """Run the chosen experts of every row, the rows of each in one product; see ``experts.experts_sorted``."""
+    return torch.ops.purestep.experts_packed(x, ids, weights, w13.blocks, w2.blocks, limit, *attrs.astuple(how))
 
 
 def linear(x: Tensor, w: Tensor | PackedWeight) -> Tensor:
@@ -76,8 +114,34 @@ def _packed_linear(x: Tensor, w: Tensor) -> Tensor:
     return found
 
 
+def _experts_packed(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Sequence[Tensor],
+    w2: Sequence[Tensor],
+    limit: float,
+    after: bool,
+    steps: bool,
+    inner: bool,
+) -> Tensor:
+    how = ExpertMath(weighs_after=after, rounds_steps=steps, rounds_inner=inner)
+
+    def multiply(rows: Tensor, w: Tensor) -> Tensor:
+        return _packed_linear(rows.to(w.dtype), w).to(x.dtype)
+
+    return run_sorted(x, ids, weights, w13, w2, limit, multiply, how)
+
+
 _LIBRARY = torch.library.Library("purestep", "FRAGMENT")
 _LIBRARY.define("packed_linear(Tensor x, Tensor w) -> Tensor")
 _LIBRARY.impl("packed_linear", _packed_linear, "CPU")
 _LIBRARY.impl("packed_linear", _packed_linear, "MkldnnCPU")
 torch.library.register_fake("purestep::packed_linear", lambda x, w: x.new_empty((*x.shape[:-1], w.shape[0])))
+_LIBRARY.define(
+    "experts_packed(Tensor x, Tensor ids, Tensor weights, Tensor[] w13, Tensor[] w2, float limit, bool after, "
+    "bool steps, bool inner) -> Tensor"
+)
+_LIBRARY.impl("experts_packed", _experts_packed, "CPU")
+_LIBRARY.impl("experts_packed", _experts_packed, "MkldnnCPU")
+torch.library.register_fake("purestep::experts_packed", lambda x, *rest: torch.empty_like(x, dtype=torch.float32))

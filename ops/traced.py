@@ -9,7 +9,7 @@ Source: none; the formulas are those of the plain operators.
 from __future__ import annotations
 
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,13 +111,16 @@ def expert(x: Tensor, w13: Weight, w2: Weight, limit: float | None, *, how: Expe
 
 
 def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float, *, how: ExpertMath = PLAIN
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Any, w2: Any, limit: float, *, how: ExpertMath = PLAIN
 ) -> Tensor:
     """Run the chosen experts of every row; see ``experts.experts_sorted``.
 
     A product of a row with a gathered weight is a sum that the compiler fuses with the gather: only the chosen weights
-    are read, and nothing is copied. Where rows share experts, those that do are multiplied together.
+    are read, and nothing is copied. Where rows share experts, those that do are multiplied together: few of them by a
+    kernel that reads a weight once for a few rows, many by a library's product on packed weights.
     """
+    if isinstance(w13, packed.PackedStack):
+        return packed.experts(x, ids, weights, w13, w2, limit, how=how)
     if x.is_cpu and x.shape[0] > 1 and ids.numel() > w13.shape[0] // 4:
         return experts_blocked(x, ids, weights, w13, w2, limit, how=how)
     rows = kept(x.float())

@@ -1,101 +1,141 @@
-"""Tracing a function with tensors that hold no data, and handing what it does to the compiler.
+"""From a function on tensors to the list of operators that it calls.
 
-In a module of its own because importing the compiler takes seconds: ``ops/graph.py`` does so when it is first needed.
+A function is traced once with tensors that hold no data, so nothing in it can depend on numbers: what a graph cannot
+express raises here, and a graph is whole or not at all. A trace is a value: it can be sent to another process.
 
-Source: none; ``make_fx`` and ``torch._inductor.standalone_compile``.
+Source: none; ``make_fx``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 from torch._dynamo.source import ConstantSource
-from torch._inductor import standalone_compile
-from torch._inductor.exc import InductorError, InvalidCxxCompiler
-from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from ..state.errors import ConfigError
 from . import kept as _kept_operator  # noqa: F401  registers it
 from . import packed as _packed_operator  # noqa: F401
 
-__all__ = ["traced_call"]
+__all__ = ["Like", "Trace", "fakes_of", "trace"]
 
 Call = Callable[..., Sequence[Tensor]]
 
-_OPTIONS: Final = {
-    # Packed weights are opaque, and have no strides to compare.
-    "size_asserts": False,
-    # Every rounding that the functions ask for happens, also where a wider number is at hand.
-    "emulate_precision_casts": True,
-    # Slots come from the request table, which the invariants check.
-    "assert_indirect_indexing": False,
-}
 
-_LIBRARY_PRODUCT: Final = fallback_handler(torch.ops.mkldnn._linear_pointwise.default, add_to_fallback_set=False)
+@attrs.frozen(kw_only=True)
+class Like:
+    """What a graph knows of a tensor: all but its numbers.
+
+    Attributes:
+        shape: of one that fits.
+        strides: of that.
+        dtype: of its numbers.
+        device: where it is.
+        free: its axis that may have any other length above 1, if any.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    free: int | None = None
+
+    @classmethod
+    def of(cls, x: Tensor, free: int | None = None) -> Like:
+        """Describe a tensor, in a library's layout or not."""
+        shape, strides = (tuple(map(_number, sizes)) for sizes in (x.shape, x.stride()))
+        return cls(shape=shape, strides=strides, dtype=x.dtype, device=str(x.device), free=free)
+
+    def empty(self) -> Tensor:
+        """Make one."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
 
 
-def traced_call(
-    function: Call, args: Sequence[Tensor], free: Mapping[int, int], *, is_fused: bool
-) -> tuple[Call, tuple[int, ...], int]:
-    """Trace a function and compile the trace.
+def _number(size: Any) -> int:
+    """Read a length; of one that may change, the one that it was traced with."""
+    found: int = size if isinstance(size, int) else size.node.hint
+    return found
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Trace:
+    """What a function does, as a flat list of operators.
+
+    Attributes:
+        module: runs them.
+        inputs: what it takes.
+        results: what it gives.
+        places: which arguments of the function it takes.
+        n_operators: how many there are.
+    """
+
+    module: GraphModule
+    inputs: tuple[Like, ...]
+    results: tuple[Like, ...]
+    places: tuple[int, ...]
+    n_operators: int
+
+
+def fakes_of(likes: Sequence[Like]) -> list[Tensor]:
+    """Make tensors without numbers, for one trace or one compilation."""
+    # Without a shape shared by chance: two caches of one length here may have different ones in a later call.
+    mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False))
+
+    def fake(at: int, like: Like) -> Tensor:
+        if like.free is None:
+            with mode:
+                return like.empty()
+        sizes = [DimDynamic.DYNAMIC if axis == like.free else DimDynamic.STATIC for axis in range(len(like.shape))]
+        context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(
+            dynamic_sizes=sizes, constraint_sizes=[None] * len(sizes)
+        )
+        return mode.from_tensor(like.empty(), symbolic_context=context, source=ConstantSource(f"argument_{at}"))
+
+    return [fake(at, like) for at, like in enumerate(likes)]
+
+
+def trace(function: Call, args: Sequence[Tensor], free: Mapping[int, int]) -> Trace:
+    """Trace a function.
 
     Args:
         function: of tensors to a list of tensors; it may write into its arguments.
         args: arguments of the right shapes; they are neither read nor written.
         free: argument -> its axis that may have any other length above 1 in a later call.
-        is_fused: whether operators may be computed together, in another order; if not, they are called one by one.
     Returns:
-        (call, used, n): what takes the used arguments; which those are; how many operators it is made of.
-    Raises:
-        ConfigError: this machine has no C++ compiler.
+        The trace.
     """
-    # Without a shape shared by chance: two caches of one length here may have different ones in a later call.
-    mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False))
-
-    def fake(at: int) -> Tensor:
-        sizes = [DimDynamic.DYNAMIC if axis == free.get(at) else DimDynamic.STATIC for axis in range(args[at].dim())]
-        context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(
-            dynamic_sizes=sizes, constraint_sizes=[None] * len(sizes)
-        )
-        return mode.from_tensor(args[at], symbolic_context=context, source=ConstantSource(f"argument_{at}"))
-
-    with torch.no_grad(), mode:
-        fakes = [fake(at) for at in range(len(args))]
-        traced = make_fx(function)(*fakes)
-    _share_products(traced.graph)
-    inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
-    used = tuple(at for at, node in enumerate(inputs) if node.users)
-    for node in inputs:
+    inputs = [Like.of(arg, free.get(at)) for at, arg in enumerate(args)]
+    fakes: list[Any] = fakes_of(inputs)
+    with torch.no_grad(), fakes[0].fake_mode:
+        module = make_fx(function)(*fakes)
+    _share_products(module.graph)
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+    places = tuple(at for at, node in enumerate(nodes) if node.users)
+    for node in nodes:
         if not node.users:
-            traced.graph.erase_node(node)
-    traced.recompile()
-    n_operators = sum(node.op == "call_function" for node in traced.graph.nodes)
-    if not is_fused:
-        return traced.forward, used, n_operators
-    given: list[Any] = [fakes[at] for at in used]
-    try:
-        call = standalone_compile(
-            traced, given, dynamic_shapes="from_graph", options={"config_patches": dict(_OPTIONS)}
-        )
-    except InductorError as error:
-        if not isinstance(error.inner_exception, InvalidCxxCompiler):
-            raise
-        raise ConfigError(
-            "compiling: expected a C++ compiler, found none that works; install g++, or name one in the environment "
-            "variable CXX",
-            field="compiler",
-            expected="g++",
-        ) from error
-    return call, used, n_operators
+            module.graph.erase_node(node)
+    (out,) = next(iter(reversed(module.graph.nodes))).args
+    results = tuple(Like.of(node.meta["val"]) for node in out)
+    for node in module.graph.nodes:
+        node.meta = {}  # where it came from, which no other process has
+    module.recompile()
+    n_operators = sum(node.op == "call_function" for node in module.graph.nodes)
+    return Trace(
+        module=module,
+        inputs=tuple(inputs[at] for at in places),
+        results=results,
+        places=places,
+        n_operators=n_operators,
+    )
 
 
-def _share_products(graph: torch.fx.Graph) -> None:
+def _share_products(graph: Graph) -> None:
     """Compute a product with the same rows and the same packed weight once, and what widens those rows."""
     ops = torch.ops
     shared = (ops.purestep.packed_linear.default, ops.purestep.kept.default, ops.aten._to_copy.default)
@@ -106,20 +146,3 @@ def _share_products(graph: torch.fx.Graph) -> None:
             if first is not node:
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
-
-
-# What follows is not part of the key under which the compiler keeps graphs on disk: an operator whose lowering changes
-# needs another name, or old graphs are found for it.
-
-
-@register_lowering(torch.ops.purestep.kept.default, type_promotion_kind=None)
-def _kept(x: Any) -> Any:
-    """Store a tensor here, and read it wherever it is used."""
-    x.realize()
-    return x
-
-
-@register_lowering(torch.ops.purestep.packed_linear.default, type_promotion_kind=None)
-def _packed_linear(x: Any, w: Any) -> Any:
-    """Call the library's product from the graph, without a way through Python's dispatcher."""
-    return _LIBRARY_PRODUCT(x, w, None, "none", [], "")

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from typing import Any, Final
 
@@ -35,10 +36,11 @@ from ..model.forward import embed_tokens, forward
 from ..model.layer import head_logits, mixture, sublayer_input
 from ..model.leaves import has_stored
 from ..model.model import Model
-from ..model.packing import packed_params, traced_model
+from ..model.packing import pack_experts, packed_params, packs_experts, traced_model
 from ..model.paged import layer_rows, paged_attention, rotations, write_rows
 from ..model.params import AttentionParams, MoEParams, Params, StreamParams
-from ..ops.graph import Graph, compile_graph
+from ..ops.graph import Draft, Graph, compile_drafts, draft_graph
+from ..ops.helper import MOST_HELPERS, Helper
 from ..ops.traced import THIN_ROWS, Turns
 from ..state.batch import ForwardBatch, StepOutput
 from ..state.capacity import C128_RATIO, Capacity
@@ -223,32 +225,65 @@ def compile_step(
     """
     found = as_buckets(buckets)
     _require_plain(model)
-    traced, graphs = traced_model(model), dict[Any, CompiledGraph]()
+    traced, graphs, drafts = traced_model(model), dict[Any, CompiledGraph](), dict[Any, _Pending]()
     weights = _weights(traced, found)
     form = model.cache_form if caches is None else caches
-    total, done = _count(model, found, form), 0
+    total, n_done, helpers = _count(model, found, form), 0, list[Helper]()
 
-    def add(key: Any, name: str, function: Callable[..., Any], parts: Sequence[_Flat], n_free: int) -> Graph:
-        nonlocal done
-        if key not in graphs:
-            start, args = time.perf_counter(), [argument for part in parts for argument in part.tree]
-            free = dict.fromkeys(range(n_free), 0)
-            graph = compile_graph(function, args, free, is_fused=not model.numerics.invariant)
-            seconds = time.perf_counter() - start
-            graphs[key] = CompiledGraph(
-                bucket=bucket, name=name, n_operators=graph.n_operators, seconds=seconds, graph=graph
-            )
-            done += 1
-            progress(done, total)
-        return graphs[key].graph
+    def add(key: Any, name: str, function: Callable[..., Any], parts: Sequence[_Flat], n_free: int) -> Graph | Draft:
+        nonlocal n_done
+        if key in graphs or key in drafts:
+            return graphs[key].graph if key in graphs else drafts[key].draft
+        start, args = time.perf_counter(), [argument for part in parts for argument in part.tree]
+        free, depends = dict.fromkeys(range(n_free), 0), (key, model.config, model.numerics, model.dtype, layout)
+        found = draft_graph(function, args, free, about=depends, is_fused=not model.numerics.invariant)
+        seconds = time.perf_counter() - start
+        if isinstance(found, Draft):
+            if not helpers:  # they take seconds to start, in which the rest is traced
+                helpers.extend(
+                    stack.enter_context(Helper()) for _ in range(min(torch.get_num_threads() - 1, MOST_HELPERS))
+                )
+            drafts[key] = _Pending(bucket, name, seconds, found, [leaf for part in parts for leaf in part.leaves])
+        else:
+            graphs[key] = _compiled(bucket, name, seconds, found)
+            n_done += 1
+            progress(n_done, total)
+        return found
 
-    for bucket in found:
-        for length in (1, C128_RATIO):  # a step that closes no group of 128, and one that does
-            kv, view = _example(model, page_size, form, length)
-            _decode(traced, weights[bucket], add, kv, view, bucket)
+    def run_experts() -> None:
+        for one in drafts.values():
+            if one.name.startswith("experts"):
+                one.draft.run(one.leaves)
+
+    with ExitStack() as stack:
+        for bucket in found:
+            for length in (1, C128_RATIO):  # a step that closes no group of 128, and one that does
+                kv, view = _example(model, page_size, form, length)
+                layout = kv.layout
+                _decode(traced, weights[bucket], add, kv, view, bucket)
+        new = compile_drafts(
+            [one.draft for one in drafts.values()], helpers, lambda done: progress(n_done + done, total), run_experts
+        )
+    for (key, one), (graph, seconds) in zip(drafts.items(), new, strict=True):
+        graphs[key] = _compiled(one.bucket, one.name, one.seconds + seconds, graph)
     return CompiledStep(
         model=model, traced=traced, weights=weights, page_size=page_size, caches=form, graphs=graphs, buckets=found
     )
+
+
+@attrs.frozen(eq=False)
+class _Pending:
+    """A graph between tracing and compiling."""
+
+    bucket: Bucket
+    name: str
+    seconds: float
+    draft: Draft
+    leaves: Sequence[Any]
+
+
+def _compiled(bucket: Bucket, name: str, seconds: float, graph: Graph) -> CompiledGraph:
+    return CompiledGraph(bucket=bucket, name=name, n_operators=graph.n_operators, seconds=seconds, graph=graph)
 
 
 def _weights(model: Model, buckets: Sequence[Bucket]) -> dict[Bucket, _Weights]:
@@ -256,8 +291,14 @@ def _weights(model: Model, buckets: Sequence[Bucket]) -> dict[Bucket, _Weights]:
     own = _Weights.of(model.params)
     is_packing = model.device.type == "cpu" and not model.numerics.invariant
     many = [bucket for bucket in buckets if bucket.rows > THIN_ROWS and is_packing]
-    packed = _Weights.of(packed_params(model)) if many else own
-    return {bucket: packed if bucket in many else own for bucket in buckets}
+    found = dict.fromkeys(buckets, own)
+    if many:
+        params = packed_params(model)
+        found |= dict.fromkeys(many, _Weights.of(params))
+        stacks = [bucket for bucket in many if packs_experts(model, bucket.rows)]
+        if stacks:
+            found |= dict.fromkeys(stacks, _Weights.of(pack_experts(params)))
+    return found
 
 
 def _require_plain(model: Model) -> None:
@@ -334,7 +375,7 @@ class _Weights:
         return cls(layers=layers, head=_Flat.of(p.hc_head, p.norm, p.head))
 
 
-GraphOf = Callable[..., Graph]
+GraphOf = Callable[..., Graph | Draft]
 """(key, name, function, arguments, free axes) -> the graph; one that exists is only looked up."""
 
 

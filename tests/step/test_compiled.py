@@ -239,7 +239,7 @@ def test_nothing_is_compiled_after_compile_step(monkeypatch: pytest.MonkeyPatch)
     def never(*args: Any, **options: Any) -> Any:
         raise AssertionError("a graph was compiled while serving")
 
-    monkeypatch.setattr(compiled, "compile_graph", never)
+    monkeypatch.setattr(compiled, "draft_graph", never)
     monkeypatch.setattr(blocks, "compile_graph", never)
     for _ in range(20):
         state, _ = step(step.model, state)

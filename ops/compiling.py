@@ -1,0 +1,135 @@
+"""From a trace to machine code in a file.
+
+In a module of its own because importing the compiler takes seconds: ``ops/graph.py`` does so when it is first needed.
+
+Source: none; ``torch._inductor.standalone_compile``.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch._inductor import config, standalone_compile
+from torch._inductor.exc import InductorError, InvalidCxxCompiler
+from torch._inductor.lowering import fallback_handler, register_lowering
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.standalone_compile import CompiledArtifact
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._graph_pickler import GraphPickler, Options
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from ..state.errors import ConfigError
+from .tracing import Call, Trace, fakes_of
+
+__all__ = ["choices", "compile_trace", "folder", "load", "message", "serve"]
+
+_OPTIONS: Final = {
+    # Packed weights are opaque, and have no strides to compare.
+    "size_asserts": False,
+    # Every rounding that the functions ask for happens, also where a wider number is at hand.
+    "emulate_precision_casts": True,
+    # Slots come from the request table, which the invariants check.
+    "assert_indirect_indexing": False,
+}
+
+_LIBRARY_PRODUCT: Final = fallback_handler(torch.ops.mkldnn._linear_pointwise.default, add_to_fallback_set=False)
+
+
+def choices() -> dict[str, Any]:
+    """Return everything that was chosen for the compiler, by anybody."""
+    return config.save_config_portable()
+
+
+def folder() -> Path:
+    """Return where compiled graphs are kept: in the compiler's own folder, whose files they refer to."""
+    return Path(cache_dir()) / "purestep"
+
+
+def compile_trace(trace: Trace, path: Path) -> tuple[Call, float]:
+    """Compile a trace, and write it to a file.
+
+    Args:
+        trace: of a function.
+        path: of a file that may exist.
+    Returns:
+        (call, seconds): what takes the trace's inputs; how long it took.
+    Raises:
+        ConfigError: this machine has no C++ compiler.
+    """
+    start = time.perf_counter()
+    given: list[Any] = fakes_of(trace.inputs)
+    try:
+        with torch.no_grad():
+            call = standalone_compile(
+                trace.module, given, dynamic_shapes="from_graph", options={"config_patches": dict(_OPTIONS)}
+            )
+    except InductorError as error:
+        if not isinstance(error.inner_exception, InvalidCxxCompiler):
+            raise
+        raise ConfigError(
+            "compiling: expected a C++ compiler, found none that works; install g++, or name one in the environment "
+            "variable CXX",
+            field="compiler",
+            expected="g++",
+        ) from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    call.save(path=str(path))
+    return call, time.perf_counter() - start
+
+
+def load(path: Path) -> Call:
+    """Load what was written."""
+    return CompiledArtifact.load(path=str(path))
+
+
+def message(trace: Trace, path: Path) -> bytes:
+    """Put into bytes what ``serve`` compiles: a trace, its file, and how."""
+    return GraphPickler.dumps((trace, str(path), torch.get_num_threads(), choices()), Options(ops_filter=None))
+
+
+def serve(number: int) -> None:
+    """Compile what comes over a connection until its other end is closed; see ``ops/helper.py``.
+
+    Args:
+        number: of the connection's file.
+    """
+    connection = Connection(number)
+    while True:
+        try:
+            task = connection.recv_bytes()
+        except EOFError:
+            return
+        connection.send_bytes(pickle.dumps(_done(task)))
+
+
+def _done(task: bytes) -> float | str:
+    try:
+        read: Any = GraphPickler.loads(task, FakeTensorMode(shape_env=ShapeEnv()))
+        trace, path, n_threads, chosen = read
+        torch.set_num_threads(n_threads)
+        config.load_config(chosen)
+        return compile_trace(trace, Path(path))[1]
+    except Exception as error:
+        return repr(error)
+
+
+# What follows is not part of the key under which the compiler keeps its own files: an operator whose lowering changes
+# needs another name, or old code is found for it.
+
+
+@register_lowering(torch.ops.purestep.kept.default, type_promotion_kind=None)
+def _kept(x: Any) -> Any:
+    """Store a tensor here, and read it wherever it is used."""
+    x.realize()
+    return x
+
+
+@register_lowering(torch.ops.purestep.packed_linear.default, type_promotion_kind=None)
+def _packed_linear(x: Any, w: Any) -> Any:
+    """Call the library's product from the graph, without a way through Python's dispatcher."""
+    return _LIBRARY_PRODUCT(x, w, None, "none", [], "")
