@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .fused import EMULATES_BF16
 from .helper import Helper
 
 __all__ = ["Draft", "Graph", "compile_drafts", "compile_graph", "draft_graph"]
@@ -252,7 +253,8 @@ def _key(about: Any, leaves: Sequence[Any], spec: Any, free: Mapping[int, int]) 
 
 def _described(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.layout)
+        chip = torch.cuda.get_device_name(leaf.device) if leaf.is_cuda else None
+        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.layout, chip)
     if hasattr(leaf, "tobytes"):
         return (leaf.shape, leaf.dtype, leaf.tobytes())
     return (type(leaf), leaf) if isinstance(leaf, _PLAIN) else None
@@ -261,8 +263,8 @@ def _described(leaf: Any) -> Any:
 def _surroundings() -> Any:
     cpu = torch.backends.cpu.get_cpu_capability()
     return (
-        *(_own_code(), torch.__version__, torch.version.git_version),
-        *(platform.python_version(), platform.machine(), cpu, torch.get_num_threads()),
+        *(_own_code(), torch.__version__, torch.version.git_version, torch.are_deterministic_algorithms_enabled()),
+        *(platform.python_version(), platform.machine(), cpu, EMULATES_BF16, torch.get_num_threads()),
     )
 
 

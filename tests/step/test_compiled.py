@@ -20,10 +20,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.models import rounded_model, tiny_model
 from kit.steps import ENDLESS, examples, fresh, ids_of
+from purestep.model import packing
 from purestep.model.paged import write_rows
 from purestep.ops import blocks
 from purestep.ops.dispatch import REFERENCE
 from purestep.ops.experts import ExpertMath
+from purestep.ops.graph import compile_drafts
+from purestep.ops.packed import PackedStack
 from purestep.step import compiled
 from purestep.step.forward_batch import forward_batch
 from purestep.step.padding import Bucket, as_buckets, pad_decode
@@ -244,6 +247,43 @@ def test_nothing_is_compiled_after_compile_step(monkeypatch: pytest.MonkeyPatch)
     for _ in range(20):
         state, _ = step(step.model, state)
     assert blocks._kernel.cache_info().currsize == kernels
+
+
+def test_a_second_start_traces_and_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compiled once for a model of these shapes is loaded, and steps to the same bits."""
+    first = step_of()
+    left: list[Any] = []
+
+    def watched(drafts: Any, *rest: Any) -> Any:
+        left.extend(drafts)
+        return compile_drafts(drafts, *rest)
+
+    monkeypatch.setattr(compiled, "compile_drafts", watched)
+    again = ps.compile_step(first.model, BUCKETS, page_size=PAGE)
+    assert left == []
+    assert sorted((one.name, one.n_operators) for one in again.report) == sorted(
+        (one.name, one.n_operators) for one in first.report
+    )
+    state, _ = filled(first.model, [5, 40, 127])
+    assert torch.equal(first(first.model, state)[1].logits, again(again.model, state)[1].logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_experts_that_meet_many_rows_run_on_packed_weights(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a bucket's rows multiply packed experts, a step is still an eager one."""
+    monkeypatch.setattr(packing, "LARGE_WEIGHT", 1)
+    model = tiny_model(experts=4) if dtype is torch.float32 else rounded_model(numerics=ps.Numerics.plain())
+    rows = 8 * model.config.n_routed_experts // model.config.num_experts_per_tok
+    step = ps.compile_step(model, ((rows, 160),), page_size=PAGE)
+    weights = step.weights[step.buckets[0]].layers[0][3].tree[0]
+    assert isinstance(weights.w13, PackedStack)
+    eager, requests = filled(model, [5, 40, 127, 9, 33, 12, 126])
+    _, a = ps.decode_step(model, eager, force=dict.fromkeys(requests, 3))
+    _, b = step(model, eager, force=dict.fromkeys(requests, 3))
+    tolerance = TOLERANCE if dtype is torch.float32 else {"atol": 0.02 * a.logits.abs().max().item(), "rtol": 0}
+    torch.testing.assert_close(b.logits, a.logits, **tolerance)
 
 
 def test_what_fits_no_bucket_runs_eagerly() -> None:
