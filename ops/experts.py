@@ -8,7 +8,7 @@ Source: DeepSeek-V4 ``inference/model.py``, ``Expert`` and ``MoE``; model sheet 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 import attrs
@@ -30,6 +30,7 @@ __all__ = [
     "gate_up",
     "inner_rows",
     "run_sorted",
+    "sorted_operator",
     "summed",
 ]
 
@@ -61,6 +62,9 @@ class ExpertMath:
     rounds_steps: bool = False
     rounds_inner: bool = False
 
+
+_ANY: Final = "CompositeExplicitAutograd"
+"""Whatever the device of the tensors."""
 
 PLAIN: Final = ExpertMath()
 """What the official code does with unquantised weights."""
@@ -153,28 +157,6 @@ def experts_dense(
     return summed(out, table.unsqueeze(-1), -2, how)
 
 
-def experts_sorted(
-    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float, *, how: ExpertMath = PLAIN
-) -> Tensor:
-    """Run the experts that were hit, each on its own rows: dispatch by expert-sorted rows, experts, combine.
-
-    An opaque operator: it reads its own routing on the host, so nothing above it has to.
-
-    Args:
-        x: float[T,H].
-        ids: i64[T,K].
-        weights: f32[T,K]. Applied before the down projection, unless ``how`` says otherwise.
-        w13: float[E,2*F,H].
-        w2: float[E,H,F].
-        limit: clamp of the SwiGLU.
-        how: where to weigh and round.
-    Returns:
-        f32[T,H].
-    Rounding: expert outputs in the dtype of ``x``, their sum in f32.
-    """
-    return torch.ops.purestep.experts_sorted(x, ids, weights, w13, w2, limit, *attrs.astuple(how))
-
-
 def run_sorted(
     x: Tensor,
     ids: Tensor,
@@ -205,29 +187,66 @@ def run_sorted(
     return summed(out.index_select(0, place).unflatten(0, (n_rows, n_chosen)), weights.unsqueeze(-1), 1, how)
 
 
-def _experts_sorted(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    limit: float,
-    after: bool,
-    steps: bool,
-    inner: bool,
-) -> Tensor:
-    how = ExpertMath(weighs_after=after, rounds_steps=steps, rounds_inner=inner)
-    return run_sorted(x, ids, weights, w13, w2, limit, linear, how)
-
-
-def _experts_fake(x: Tensor, *_rest: object) -> Tensor:
-    return torch.empty_like(x, dtype=torch.float32)
-
-
 _LIBRARY = torch.library.Library("purestep", "DEF")
-_LIBRARY.define(
-    "experts_sorted(Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w2, float limit, bool after, bool steps, "
-    "bool inner) -> Tensor"
-)
-_LIBRARY.impl("experts_sorted", _experts_sorted, "CompositeExplicitAutograd")
-torch.library.register_fake("purestep::experts_sorted", _experts_fake)
+
+
+def sorted_operator(
+    name: str, multiply: Callable[..., Tensor], stack: str = "Tensor", keys: Sequence[str] = (_ANY,)
+) -> Callable[..., Tensor]:
+    """Make ``run_sorted`` with a given matrix product one opaque operator: it reads its routing on the host.
+
+    Args:
+        name: of the operator.
+        multiply: (rows, weight of one expert) -> rows in their dtype.
+        stack: what a schema calls the weights of a layer's experts.
+        keys: of the dispatcher, under which it is found.
+    Returns:
+        A function with the signature of ``experts_sorted``.
+    """
+
+    def run(x: Tensor, ids: Tensor, weights: Tensor, w13: Any, w2: Any, limit: float, *flags: bool) -> Tensor:
+        after, steps, inner = flags
+        how = ExpertMath(weighs_after=after, rounds_steps=steps, rounds_inner=inner)
+        return run_sorted(x, ids, weights, w13, w2, limit, multiply, how)
+
+    _LIBRARY.define(
+        f"{name}(Tensor x, Tensor ids, Tensor weights, {stack} w13, {stack} w2, float limit, bool after, bool steps, "
+        "bool inner) -> Tensor"
+    )
+    for key in keys:
+        _LIBRARY.impl(name, run, key)
+    torch.library.register_fake(f"purestep::{name}", lambda x, *_: torch.empty_like(x, dtype=torch.float32))
+    operator = getattr(torch.ops.purestep, name)
+
+    def experts(
+        x: Tensor, ids: Tensor, weights: Tensor, w13: Any, w2: Any, limit: float, *, how: ExpertMath = PLAIN
+    ) -> Tensor:
+        found: Tensor = operator(x, ids, weights, w13, w2, limit, *attrs.astuple(how))
+        return found
+
+    return experts
+
+
+_sorted: Final = sorted_operator("experts_sorted", linear)
+
+
+def experts_sorted(
+    x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float, *, how: ExpertMath = PLAIN
+) -> Tensor:
+    """Run the experts that were hit, each on its own rows: dispatch by expert-sorted rows, experts, combine.
+
+    An opaque operator: nothing above it reads its routing.
+
+    Args:
+        x: float[T,H].
+        ids: i64[T,K].
+        weights: f32[T,K]. Applied before the down projection, unless ``how`` says otherwise.
+        w13: float[E,2*F,H].
+        w2: float[E,H,F].
+        limit: clamp of the SwiGLU.
+        how: where to weigh and round.
+    Returns:
+        f32[T,H].
+    Rounding: expert outputs in the dtype of ``x``, their sum in f32.
+    """
+    return _sorted(x, ids, weights, w13, w2, limit, how=how)

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Final
 
-import attrs
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -106,42 +105,8 @@ _linear: Callable[..., Tensor] = by_rows(product.linear, 1)
 _grouped_linear: Callable[..., Tensor] = by_rows(product.grouped_linear, 1)
 
 
-def _experts_tile(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    limit: float,
-    after: bool,
-    steps: bool,
-    inner: bool,
-) -> Tensor:
-    how = plain.ExpertMath(weighs_after=after, rounds_steps=steps, rounds_inner=inner)
-    return plain.run_sorted(x, ids, weights, w13, w2, limit, linear, how)
-
-
-_LIBRARY = torch.library.Library("purestep", "FRAGMENT")
-_LIBRARY.define(
-    "experts_tiled(Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w2, float limit, bool after, bool steps, "
-    "bool inner) -> Tensor"
-)
-_LIBRARY.impl("experts_tiled", _experts_tile, "CompositeExplicitAutograd")
-torch.library.register_fake("purestep::experts_tiled", lambda x, *_rest: torch.empty_like(x, dtype=torch.float32))
-
-
-def experts_sorted(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    limit: float,
-    *,
-    how: plain.ExpertMath = plain.PLAIN,
-) -> Tensor:
-    """Run the experts that were hit, each on tiles of ``ROWS`` rows; see ``experts.experts_sorted``."""
-    return torch.ops.purestep.experts_tiled(x, ids, weights, w13, w2, limit, *attrs.astuple(how))
+experts_sorted: Callable[..., Tensor] = plain.sorted_operator("experts_tiled", linear)
+"""Run the experts that were hit, each on tiles of ``ROWS`` rows; see ``experts.experts_sorted``."""
 
 
 def index_scores(q: Tensor, keys: Tensor, weights: Tensor, *, rounding: bool) -> Tensor:

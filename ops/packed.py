@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-import attrs
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .experts import PLAIN, ExpertMath, run_sorted
+from .experts import PLAIN, ExpertMath, sorted_operator
 
 __all__ = ["PackedStack", "PackedWeight", "experts", "linear", "pack", "pack_stack"]
 
@@ -75,20 +74,6 @@ def _reordered(w: Tensor) -> Tensor:
     return found
 
 
-def experts(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: PackedStack,
-    w2: PackedStack,
-    limit: float,
-    *,
-    how: ExpertMath = PLAIN,
-) -> Tensor:
-    """Run the chosen experts of every row, the rows of each in one product; see ``experts.experts_sorted``."""
-    return torch.ops.purestep.experts_packed(x, ids, weights, w13.blocks, w2.blocks, limit, *attrs.astuple(how))
-
-
 def linear(x: Tensor, w: Tensor | PackedWeight) -> Tensor:
     """Multiply rows by a packed or a plain weight; see ``linear.linear``.
 
@@ -101,7 +86,7 @@ def linear(x: Tensor, w: Tensor | PackedWeight) -> Tensor:
     dtype = w.blocks.dtype if isinstance(w, PackedWeight) else w.dtype
     rows = x if x.dtype is dtype else x.to(dtype)
     if isinstance(w, PackedWeight):
-        # Products of one graph that are the same are computed once (``ops/graph.py``).
+        # Products of one graph that are the same are computed once (``ops/tracing.py``).
         whole: Tensor = torch.ops.purestep.packed_linear(rows, w.blocks)
         out = whole if w.n_rows == whole.shape[-1] else whole.narrow(-1, w.first, w.n_rows)
     else:
@@ -114,34 +99,32 @@ def _packed_linear(x: Tensor, w: Tensor) -> Tensor:
     return found
 
 
-def _experts_packed(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w13: Sequence[Tensor],
-    w2: Sequence[Tensor],
-    limit: float,
-    after: bool,
-    steps: bool,
-    inner: bool,
-) -> Tensor:
-    how = ExpertMath(weighs_after=after, rounds_steps=steps, rounds_inner=inner)
-
-    def multiply(rows: Tensor, w: Tensor) -> Tensor:
-        return _packed_linear(rows.to(w.dtype), w).to(x.dtype)
-
-    return run_sorted(x, ids, weights, w13, w2, limit, multiply, how)
-
+_KEYS: Final = ("CPU", "MkldnnCPU")
+"""Where an operator finds tensors in the library's layout, too."""
 
 _LIBRARY = torch.library.Library("purestep", "FRAGMENT")
 _LIBRARY.define("packed_linear(Tensor x, Tensor w) -> Tensor")
-_LIBRARY.impl("packed_linear", _packed_linear, "CPU")
-_LIBRARY.impl("packed_linear", _packed_linear, "MkldnnCPU")
+for _key in _KEYS:
+    _LIBRARY.impl("packed_linear", _packed_linear, _key)
 torch.library.register_fake("purestep::packed_linear", lambda x, w: x.new_empty((*x.shape[:-1], w.shape[0])))
-_LIBRARY.define(
-    "experts_packed(Tensor x, Tensor ids, Tensor weights, Tensor[] w13, Tensor[] w2, float limit, bool after, "
-    "bool steps, bool inner) -> Tensor"
-)
-_LIBRARY.impl("experts_packed", _experts_packed, "CPU")
-_LIBRARY.impl("experts_packed", _experts_packed, "MkldnnCPU")
-torch.library.register_fake("purestep::experts_packed", lambda x, *rest: torch.empty_like(x, dtype=torch.float32))
+
+
+def _multiply(rows: Tensor, w: Tensor) -> Tensor:
+    return _packed_linear(rows.to(w.dtype), w).to(rows.dtype)
+
+
+_experts: Final = sorted_operator("experts_packed", _multiply, "Tensor[]", _KEYS)
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: PackedStack,
+    w2: PackedStack,
+    limit: float,
+    *,
+    how: ExpertMath = PLAIN,
+) -> Tensor:
+    """Run the chosen experts of every row, the rows of each in one product; see ``experts.experts_sorted``."""
+    return _experts(x, ids, weights, w13.blocks, w2.blocks, limit, how=how)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,18 +34,24 @@ class Engines:
     peer: Any
 
 
-def build(case: str, dtype: str) -> Engines:
-    """Draw weights and load them into both engines."""
+@contextmanager
+def folder_of(case: str, dtype: str) -> Iterator[Path]:
+    """Draw weights and write them, for as long as they are being loaded."""
     with TemporaryDirectory() as folder:
         write_case(CASES[case], dtype, Path(folder))
+        yield Path(folder)
+
+
+def build(case: str, dtype: str) -> Engines:
+    """Draw weights and load them into both engines."""
+    with folder_of(case, dtype) as folder:
         ours = ps.load_model(folder, dtype=dtype, numerics=ps.Numerics.plain())
-        return Engines(CASES[case], ours, load_peer(Path(folder), DTYPES[dtype][0]))
+        return Engines(CASES[case], ours, load_peer(folder, DTYPES[dtype][0]))
 
 
 def load_ours(case: str, dtype: str) -> ps.Model:
     """Draw weights and load them into our engine alone."""
-    with TemporaryDirectory() as folder:
-        write_case(CASES[case], dtype, Path(folder))
+    with folder_of(case, dtype) as folder:
         return ps.load_model(folder, dtype=dtype, numerics=ps.Numerics.plain())
 
 
