@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._graph_pickler import GraphPickler, Options
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from ..state.errors import ConfigError
+from .graph_errors import compiler_error, folder_error
 from .tracing import Call, Trace, fakes_of
 
 __all__ = ["choices", "compile_trace", "folder", "load", "message", "serve"]
@@ -59,7 +59,7 @@ def compile_trace(trace: Trace, path: Path) -> tuple[Call, float]:
     Returns:
         (call, seconds): what takes the trace's inputs; how long it took.
     Raises:
-        ConfigError: this machine has no C++ compiler.
+        ConfigError: this machine has no C++ compiler, or no folder for what it makes.
     """
     start = time.perf_counter()
     given: list[Any] = fakes_of(trace.inputs)
@@ -68,17 +68,15 @@ def compile_trace(trace: Trace, path: Path) -> tuple[Call, float]:
             call = standalone_compile(
                 trace.module, given, dynamic_shapes="from_graph", options={"config_patches": dict(_OPTIONS)}
             )
-    except InductorError as error:
-        if not isinstance(error.inner_exception, InvalidCxxCompiler):
-            raise
-        raise ConfigError(
-            "compiling: expected a C++ compiler, found none that works; install g++, or name one in the environment "
-            "variable CXX",
-            field="compiler",
-            expected="g++",
-        ) from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    call.save(path=str(path))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        call.save(path=str(path))
+    except (InductorError, OSError, ImportError) as error:  # an ImportError is machine code that cannot be loaded
+        reason = error.inner_exception if isinstance(error, InductorError) else error
+        if isinstance(reason, InvalidCxxCompiler):
+            raise compiler_error() from error
+        if isinstance(reason, (OSError, ImportError)):
+            raise folder_error(reason) from error
+        raise
     return call, time.perf_counter() - start
 
 

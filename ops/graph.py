@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .fused import EMULATES_BF16
+from .graph_errors import folder_error
 from .helper import Helper
 
 __all__ = ["Draft", "Graph", "compile_drafts", "compile_graph", "draft_graph"]
@@ -214,8 +215,11 @@ def compile_graph(
 
 
 def _module(name: str) -> Any:
-    """Import what takes seconds to import."""
-    return import_module(f".{name}", __package__)
+    """Import what takes seconds to import; the compiler makes its folder at that."""
+    try:
+        return import_module(f".{name}", __package__)
+    except OSError as error:
+        raise folder_error(error) from error
 
 
 def _file(key: str) -> Path:

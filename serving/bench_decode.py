@@ -90,7 +90,7 @@ def time_decode(
         is_compiled: whether ours is compiled, for each combination exactly.
         has_peer: whether transformers runs beside it.
         pool_scale: above 1 also steps ours in pools so many times larger.
-        progress: told how many combinations are done, of how many.
+        progress: told how many graphs are compiled, then how many combinations are measured, of how many.
     Raises:
         ConfigError: no such case or dtype, or no transformers.
     """
@@ -106,7 +106,7 @@ def time_decode(
         decode: Callable[..., Any] = decode_step
         if is_compiled:
             shapes = [(batch, context + rounds + _ROOM) for batch in batches for context in contexts]
-            decode = compile_step(model, shapes)
+            decode = compile_step(model, shapes, progress=progress)
         for context in contexts:
             for batch in batches:
                 runs = {"ours": _our_run(model, batch, context, rounds, decode)}

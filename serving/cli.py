@@ -598,8 +598,8 @@ def serve(
         typer.Option(
             "--compile",
             metavar="ROWSxTOKENS",
-            help="Compile decode steps of so many requests, each of so many tokens at most; repeat it. Takes minutes "
-            "the first time, seconds later, and needs a C++ compiler.",
+            help="Compile decode steps of so many requests, each of so many tokens at most; repeat it. Takes a minute "
+            "each the first time, seconds later, and needs a C++ compiler.",
         ),
     ] = None,
     thinking: Annotated[
@@ -899,6 +899,7 @@ def _compiled(model: Model, given: Sequence[str], page_size: int, caches: CacheF
             got=list(given),
         )
     buckets = [(int(one[1]), int(one[2])) for one in found if one is not None]
+    typer.echo(f"compiling decode steps for {', '.join(given)}", err=True)
     with progress_bar("compiling") as report:
         return compile_step(model, buckets, page_size=page_size, caches=caches, progress=report)
 

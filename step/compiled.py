@@ -23,6 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from typing import Any, Final
 
@@ -217,63 +218,32 @@ def compile_step(
         buckets: (rows, context) that steps are padded to: the most requests of a step, and the most tokens of each.
         page_size: of the states that will be stepped.
         caches: their form; default the model's.
-        progress: told how many graphs are done, of how many.
+        progress: told how many graphs are done, of how many, and at first that none is.
     Returns:
         A function with the signature and the results of ``decode_step``; ``print`` shows what was compiled.
     Raises:
-        ConfigError: no bucket, a model that steps by other means, or no C++ compiler.
+        ConfigError: no bucket, one beyond the model's positions, a model that steps by other means, no C++ compiler, or
+            no folder for what it makes.
     """
-    found = as_buckets(buckets)
+    found = as_buckets(buckets, model.config.max_position_embeddings)
     _require_plain(model)
-    traced, graphs, drafts = traced_model(model), dict[Any, CompiledGraph](), dict[Any, _Pending]()
+    traced = traced_model(model)
     weights = _weights(traced, found)
     form = model.cache_form if caches is None else caches
-    total, n_done, helpers = _count(model, found, form), 0, list[Helper]()
-
-    def add(key: Any, name: str, function: Callable[..., Any], parts: Sequence[_Flat], n_free: int) -> Graph | Draft:
-        nonlocal n_done
-        if key in graphs or key in drafts:
-            return graphs[key].graph if key in graphs else drafts[key].draft
-        start, args = time.perf_counter(), [argument for part in parts for argument in part.tree]
-        free, depends = dict.fromkeys(range(n_free), 0), (key, model.config, model.numerics, model.dtype, layout)
-        found = draft_graph(function, args, free, about=depends, is_fused=not model.numerics.invariant)
-        seconds = time.perf_counter() - start
-        if isinstance(found, Draft):
-            if not helpers:  # they take seconds to start, in which the rest is traced
-                helpers.extend(
-                    stack.enter_context(Helper()) for _ in range(min(torch.get_num_threads() - 1, MOST_HELPERS))
-                )
-            drafts[key] = _Pending(bucket, name, seconds, found, [leaf for part in parts for leaf in part.leaves])
-        else:
-            graphs[key] = _compiled(bucket, name, seconds, found)
-            n_done += 1
-            progress(n_done, total)
-        return found
-
-    def run_experts() -> None:
-        for one in drafts.values():
-            if one.name.startswith("experts"):
-                one.draft.run(one.leaves)
-
-    with ExitStack() as stack:
+    with _Workshop(model, _count(model, found, form), progress) as workshop:
         for bucket in found:
             for length in (1, C128_RATIO):  # a step that closes no group of 128, and one that does
                 kv, view = _example(model, page_size, form, length)
-                layout = kv.layout
-                _decode(traced, weights[bucket], add, kv, view, bucket)
-        new = compile_drafts(
-            [one.draft for one in drafts.values()], helpers, lambda done: progress(n_done + done, total), run_experts
-        )
-    for (key, one), (graph, seconds) in zip(drafts.items(), new, strict=True):
-        graphs[key] = _compiled(one.bucket, one.name, one.seconds + seconds, graph)
+                _decode(traced, weights[bucket], partial(workshop.graph_of, bucket, kv.layout), kv, view, bucket)
+        graphs = workshop.finish()
     return CompiledStep(
         model=model, traced=traced, weights=weights, page_size=page_size, caches=form, graphs=graphs, buckets=found
     )
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, kw_only=True)
 class _Pending:
-    """A graph between tracing and compiling."""
+    """A graph between tracing and compiling: what its line of the report will say, and the arguments that traced it."""
 
     bucket: Bucket
     name: str
@@ -281,9 +251,76 @@ class _Pending:
     draft: Draft
     leaves: Sequence[Any]
 
+    def done(self, graph: Graph, seconds: float) -> CompiledGraph:
+        return _line(self.bucket, self.name, self.seconds + seconds, graph)
 
-def _compiled(bucket: Bucket, name: str, seconds: float, graph: Graph) -> CompiledGraph:
+
+def _line(bucket: Bucket, name: str, seconds: float, graph: Graph) -> CompiledGraph:
     return CompiledGraph(bucket=bucket, name=name, n_operators=graph.n_operators, seconds=seconds, graph=graph)
+
+
+class _Workshop(ExitStack):
+    """Graphs of one ``compile_step``: those that are there, those to be compiled, and the helpers for these."""
+
+    def __init__(self, model: Model, total: int, progress: Progress) -> None:
+        super().__init__()
+        self._model, self._total, self._progress = model, total, progress
+        self._graphs = dict[Any, CompiledGraph]()
+        self._pending = dict[Any, _Pending]()
+        self._helpers = list[Helper]()
+        progress(0, total)
+
+    def graph_of(
+        self,
+        bucket: Bucket,
+        layout: KVLayout,
+        key: Any,
+        name: str,
+        function: Callable[..., Any],
+        parts: Sequence[_Flat],
+        n_free: int,
+    ) -> Graph | Draft:
+        """Load or trace a graph when it is first asked for."""
+        if key in self._graphs:
+            return self._graphs[key].graph
+        if key in self._pending:
+            return self._pending[key].draft
+        model, start = self._model, time.perf_counter()
+        found = draft_graph(
+            function,
+            [argument for part in parts for argument in part.tree],
+            dict.fromkeys(range(n_free), 0),
+            about=(key, model.config, model.numerics, model.dtype, layout),
+            is_fused=not model.numerics.invariant,
+        )
+        seconds = time.perf_counter() - start
+        if isinstance(found, Draft):
+            if not self._helpers:  # they take seconds to start, in which the rest is traced
+                n_helpers = min(torch.get_num_threads() - 1, MOST_HELPERS)
+                self._helpers += [self.enter_context(Helper()) for _ in range(n_helpers)]
+            leaves = [leaf for part in parts for leaf in part.leaves]
+            self._pending[key] = _Pending(bucket=bucket, name=name, seconds=seconds, draft=found, leaves=leaves)
+        else:
+            self._graphs[key] = _line(bucket, name, seconds, found)
+            self._progress(len(self._graphs), self._total)
+        return found
+
+    def finish(self) -> dict[Any, CompiledGraph]:
+        """Compile what is pending."""
+        n_done, pending = len(self._graphs), self._pending
+        compiled = compile_drafts(
+            [one.draft for one in pending.values()],
+            self._helpers,
+            lambda n: self._progress(n_done + n, self._total),
+            self._run_experts,
+        )
+        new = {key: one.done(*done) for (key, one), done in zip(pending.items(), compiled, strict=True)}
+        return self._graphs | new
+
+    def _run_experts(self) -> None:
+        for one in self._pending.values():
+            if one.name.startswith("experts"):
+                one.draft.run(one.leaves)
 
 
 def _weights(model: Model, buckets: Sequence[Bucket]) -> dict[Bucket, _Weights]:

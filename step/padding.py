@@ -45,13 +45,14 @@ class Bucket:
         return rows <= self.rows and context <= self.context
 
 
-def as_buckets(given: Any) -> tuple[Bucket, ...]:
+def as_buckets(given: Any, most: int) -> tuple[Bucket, ...]:
     """Return buckets in rising order of cost, each once.
 
     Args:
         given: buckets, or pairs (rows, context).
+        most: positions that the model has.
     Raises:
-        ConfigError: none, or one that holds nothing.
+        ConfigError: none, or one that holds nothing, or more than there is.
     """
     try:
         pairs = [(one.rows, one.context) if isinstance(one, Bucket) else tuple(one) for one in given]
@@ -68,6 +69,14 @@ def as_buckets(given: Any) -> tuple[Bucket, ...]:
             field="buckets",
             expected=">= 1",
             got=given,
+        )
+    longest = max(one.context for one in found)
+    if longest > most:
+        raise ConfigError(
+            f"buckets: expected contexts of at most the model's {most} positions, got {longest}; shorten it",
+            field="buckets",
+            expected=f"<= {most}",
+            got=longest,
         )
     return tuple(found)
 

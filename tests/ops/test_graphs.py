@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -101,6 +103,38 @@ def test_a_damaged_file_is_compiled_again(folder: Path, name: str) -> None:
     graph = compile_graph(scaled, (X, 2.5), about="scaled")
     torch.testing.assert_close(graph([X, 2.5])[0], scaled(X, 2.5))
     assert isinstance(draft_graph(scaled, (X, 2.5), about="scaled"), Graph)
+
+
+@needs_compiler
+def test_a_folder_that_cannot_be_used_is_named(folder: Path) -> None:
+    """Machine code that was cut short, and a folder that is none, are one error that says what to do."""
+    compile_graph(scaled, (X, 2.5), about="scaled")
+    for path in folder.parent.rglob("*.so"):
+        path.write_bytes(path.read_bytes()[:100])
+    script = (
+        "import purestep as ps\n"
+        "try:\n    ps.compile_step(ps.load_model('tiny'), ((1, 64),))\n"
+        "except ps.ConfigError as error:\n    print(error)"
+    )
+    file = folder.parent / "file"
+    file.touch()
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(file)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "TORCHINDUCTOR_CACHE_DIR" in done.stdout, done.stderr[-2000:]
+    again = (
+        "import torch, purestep as ps\n"
+        "from purestep.ops.graph import compile_graph\n"
+        "args = torch.arange(6.0).view(2, 3), 2.5\n"
+        "try:\n    compile_graph(lambda x, by: (x * by).sin() + 1, args, about='scaled')\n"
+        "except ps.ConfigError as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", again], capture_output=True, text=True, check=False)
+    assert "TORCHINDUCTOR_CACHE_DIR" in done.stdout, done.stderr[-2000:]
 
 
 def key_of(*args: Any, about: Any = ("a", 1), free: dict[int, int] | None = None) -> str | None:

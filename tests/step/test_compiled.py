@@ -344,7 +344,7 @@ def test_progress_ends_where_it_said() -> None:
             caches=caches,  # type: ignore[arg-type]
             progress=lambda done, total: seen.append((done, total)),
         )
-        assert [done for done, _ in seen] == list(range(1, len(step.report) + 1))
+        assert [done for done, _ in seen] == list(range(len(step.report) + 1))
         assert {total for _, total in seen} == {len(step.report)}
 
 
@@ -364,7 +364,8 @@ def test_a_machine_without_a_compiler_is_told_so() -> None:
 
 
 @pytest.mark.parametrize(
-    "buckets", [(), ((0, 5),), ((1, 0),), 3, "ab", ((1, 2, 3),), (("a", 1),), ((1.5, 20),), ((True, 20),)]
+    "buckets",
+    [(), ((0, 5),), ((1, 0),), 3, "ab", ((1, 2, 3),), (("a", 1),), ((1.5, 20),), ((True, 20),), ((1, 10**9),)],
 )
 def test_bad_buckets_are_refused(buckets: Any) -> None:
     """Buckets that are no pairs of positive whole numbers get one clear error."""
@@ -387,7 +388,7 @@ def test_other_models_and_states_are_refused() -> None:
 
 def test_a_bucket_is_the_smallest_that_holds_a_step() -> None:
     """Buckets are tried by rows, then by context, and each is kept once."""
-    assert as_buckets([(4, 64), (1, 99), Bucket(rows=4, context=32), (4, 64)]) == (
+    assert as_buckets([(4, 64), (1, 99), Bucket(rows=4, context=32), (4, 64)], 99) == (
         Bucket(rows=1, context=99),
         Bucket(rows=4, context=32),
         Bucket(rows=4, context=64),
