@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 from torch._inductor import config, standalone_compile
-from torch._inductor.exc import InductorError, InvalidCxxCompiler
+from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
 from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.standalone_compile import CompiledArtifact
@@ -70,9 +70,14 @@ def compile_trace(trace: Trace, path: Path) -> tuple[Call, float]:
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         call.save(path=str(path))
-    except (InductorError, OSError, ImportError) as error:  # an ImportError is machine code that cannot be loaded
+    except (
+        InductorError,
+        CppCompileError,
+        OSError,
+        ImportError,
+    ) as error:  # an ImportError is machine code that cannot be loaded
         reason = error.inner_exception if isinstance(error, InductorError) else error
-        if isinstance(reason, InvalidCxxCompiler):
+        if isinstance(reason, (InvalidCxxCompiler, CppCompileError)):
             raise compiler_error() from error
         if isinstance(reason, (OSError, ImportError)):
             raise folder_error(reason) from error

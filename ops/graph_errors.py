@@ -22,10 +22,10 @@ def folder_error(error: BaseException) -> ConfigError:
 
 
 def compiler_error() -> ConfigError:
-    """Say that there is no compiler."""
+    """Say that there is no compiler that takes what is generated; what it was asked about itself is kept, too."""
     return ConfigError(
         "compiling: expected a C++ compiler, found none that works; install g++, or name one in the environment "
-        "variable CXX",
+        "variable CXX; if there is one, delete the folder that TORCHINDUCTOR_CACHE_DIR names",
         field="compiler",
         expected="g++",
     )
