@@ -251,7 +251,12 @@ def _key(about: Any, leaves: Sequence[Any], spec: Any, free: Mapping[int, int]) 
     described = [_described(leaf) for leaf in leaves]
     if None in described:
         return None
-    text = repr((_surroundings(), sorted(_module("compiling").choices().items()), about, described, spec, dict(free)))
+    aliases = [id(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+    aliases = [
+        aliases.index(one) for one in aliases
+    ]  # products with one weight are shared, with equal ones they are not
+    chosen = sorted(_module("compiling").choices().items())
+    text = repr((_surroundings(), chosen, about, described, aliases, spec, dict(free)))
     return hashlib.sha256(text.encode()).hexdigest()
 
 

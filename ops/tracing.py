@@ -100,6 +100,12 @@ def fakes_of(likes: Sequence[Like]) -> list[Tensor]:
     return [fake(at, like) for at, like in enumerate(likes)]
 
 
+def first_places(given: Sequence[Any]) -> list[int]:
+    """Say of everything given where it stands first."""
+    seen: dict[int, int] = {}
+    return [seen.setdefault(id(one), at) for at, one in enumerate(given)]
+
+
 def trace(function: Call, args: Sequence[Tensor], free: Mapping[int, int]) -> Trace:
     """Trace a function.
 
@@ -111,7 +117,9 @@ def trace(function: Call, args: Sequence[Tensor], free: Mapping[int, int]) -> Tr
         The trace.
     """
     inputs = [Like.of(arg, free.get(at)) for at, arg in enumerate(args)]
-    fakes: list[Any] = fakes_of(inputs)
+    different: list[Any] = fakes_of(inputs)
+    # A tensor that is given twice is one tensor: weights that are packed as one meet their rows once.
+    fakes = [different[first] for first in first_places(args)]
     with torch.no_grad(), fakes[0].fake_mode:
         module = make_fx(function)(*fakes)
     _share_products(module.graph)

@@ -243,6 +243,27 @@ def test_an_interrupt_ends_the_helpers(folder: Path) -> None:
     assert helper._process.poll() is not None
 
 
+def test_weights_packed_as_one_meet_their_rows_once() -> None:
+    """Products with parts of one packed weight are one product; with two weights alike in shape they are two."""
+
+    def both(x: Tensor, a: packed.PackedWeight, b: packed.PackedWeight) -> tuple[Tensor, Tensor]:
+        return packed.linear(x, a), packed.linear(x, b)
+
+    def n_products(*pair: packed.PackedWeight) -> int:
+        found = draft_graph(both, (torch.zeros(8, 16), *pair))
+        assert isinstance(found, Draft)
+        targets = [node.target for node in found.trace.module.graph.nodes]
+        return targets.count(torch.ops.purestep.packed_linear.default)
+
+    w = torch.randn(32, 16)
+    together = packed.pack(w[:16], w[16:])
+    apart = (*packed.pack(w[:16]), *packed.pack(w[16:]))
+    assert n_products(*together) == 1
+    assert n_products(*apart) == 2
+    x = torch.zeros(8, 16)
+    assert key_of(x, together[0].blocks, together[1].blocks) != key_of(x, apart[0].blocks, apart[0].blocks.clone())
+
+
 @needs_compiler
 def test_kept_rows_are_stored(folder: Path) -> None:
     """What meets every row of a weight is one buffer more, and not computed again for each of them."""
