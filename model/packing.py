@@ -77,7 +77,7 @@ def pack_experts(params: Params) -> Params:
     """Pack the experts of every layer, too: as much memory again, twice as much where that widens them."""
 
     def stack(w: Any) -> Any:
-        return pack_stack(w, torch.float32 if EMULATES_BF16 else w.dtype)
+        return pack_stack(map(_wide, w.unbind(0)))
 
     def packed(p: LayerParams) -> LayerParams:
         return attrs.evolve(p, ffn=attrs.evolve(p.ffn, w13=stack(p.ffn.w13), w2=stack(p.ffn.w2)))

@@ -37,6 +37,9 @@ _OPTIONS: Final = {
     "assert_indirect_indexing": False,
 }
 
+_FAILURES: Final = (InductorError, CppCompileError, OSError, ImportError)
+"""Of compiling; an ImportError is machine code that cannot be loaded."""
+
 _LIBRARY_PRODUCT: Final = fallback_handler(torch.ops.mkldnn._linear_pointwise.default, add_to_fallback_set=False)
 
 
@@ -70,12 +73,7 @@ def compile_trace(trace: Trace, path: Path) -> tuple[Call, float]:
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         call.save(path=str(path))
-    except (
-        InductorError,
-        CppCompileError,
-        OSError,
-        ImportError,
-    ) as error:  # an ImportError is machine code that cannot be loaded
+    except _FAILURES as error:
         reason = error.inner_exception if isinstance(error, InductorError) else error
         if isinstance(reason, (InvalidCxxCompiler, CppCompileError)):
             raise compiler_error() from error
@@ -117,7 +115,7 @@ def _done(task: bytes) -> float | str:
         torch.set_num_threads(n_threads)
         config.load_config(chosen)
         return compile_trace(trace, Path(path))[1]
-    except Exception as error:
+    except Exception as error:  # whoever asked compiles it itself, and gets the error
         return repr(error)
 
 

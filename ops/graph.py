@@ -183,7 +183,7 @@ def compile_drafts(
             except BaseException:
                 todo.clear()
                 raise
-            for at in [at for one in waiting for at in one.result()] + todo:
+            for at in [at for one in waiting for at in one.result()]:
                 compile_here(at)
         found = []
         for at, draft in enumerate(drafts):
@@ -237,12 +237,10 @@ def _note(key: str, places: Sequence[int], n_operators: int) -> None:
 
 def _loaded(key: str) -> Graph | None:
     path = _file(key)
-    if not path.with_suffix(".json").exists():
-        return None
     try:
         noted = json.loads(path.with_suffix(".json").read_text())
         return Graph(_module("compiling").load(path), tuple(noted["places"]), noted["n_operators"])
-    except Exception:
+    except Exception:  # not there, cut short, cleared away in part, of another torch: it is compiled
         return None
 
 
@@ -251,12 +249,9 @@ def _key(about: Any, leaves: Sequence[Any], spec: Any, free: Mapping[int, int]) 
     described = [_described(leaf) for leaf in leaves]
     if None in described:
         return None
-    aliases = [id(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-    aliases = [
-        aliases.index(one) for one in aliases
-    ]  # products with one weight are shared, with equal ones they are not
+    same = _module("tracing").first_places([leaf for leaf in leaves if isinstance(leaf, Tensor)])
     chosen = sorted(_module("compiling").choices().items())
-    text = repr((_surroundings(), chosen, about, described, aliases, spec, dict(free)))
+    text = repr((_surroundings(), chosen, about, described, same, spec, dict(free)))
     return hashlib.sha256(text.encode()).hexdigest()
 
 

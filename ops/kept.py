@@ -15,7 +15,7 @@ __all__ = ["kept"]
 
 
 def kept(x: Tensor) -> Tensor:
-    """Return the same numbers; ``ops/tracing.py`` tells the compiler to store them."""
+    """Return the same numbers; ``ops/compiling.py`` tells the compiler to store them."""
     found: Tensor = torch.ops.purestep.kept(x)
     return found
 

@@ -5,7 +5,7 @@ Source: none; oneDNN's inner product with a weight in a blocked layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -64,9 +64,9 @@ def pack(*weights: Tensor) -> tuple[PackedWeight, ...]:
     return tuple(found)
 
 
-def pack_stack(w: Tensor, dtype: torch.dtype) -> PackedStack:
-    """Reorder float[E,F,H] expert by expert, in another dtype; a copy."""
-    return PackedStack([_reordered(one.to(dtype)) for one in w.unbind(0)])
+def pack_stack(weights: Iterable[Tensor]) -> PackedStack:
+    """Reorder float[F,H] of every expert; a copy."""
+    return PackedStack([_reordered(w) for w in weights])
 
 
 def _reordered(w: Tensor) -> Tensor:

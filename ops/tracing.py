@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from . import kept as _kept_operator  # noqa: F401  registers it
 from . import packed as _packed_operator  # noqa: F401
 
-__all__ = ["Like", "Trace", "fakes_of", "trace"]
+__all__ = ["Call", "Like", "Trace", "fakes_of", "first_places", "trace"]
 
 Call = Callable[..., Sequence[Tensor]]
 
@@ -101,7 +101,7 @@ def fakes_of(likes: Sequence[Like]) -> list[Tensor]:
 
 
 def first_places(given: Sequence[Any]) -> list[int]:
-    """Say of everything given where it stands first."""
+    """Say of everything given where it stands first: what is one thing may share a product, what is equal may not."""
     seen: dict[int, int] = {}
     return [seen.setdefault(id(one), at) for at, one in enumerate(given)]
 

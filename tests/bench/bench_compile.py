@@ -2,8 +2,8 @@
 
 python tests/bench/bench_compile.py --case small --batch 16
 
-Every run is a process of its own with an empty folder for what it makes, the last one with a filled one. Times are of
-``compile_step`` alone, the compiler's import included.
+Every run is a process of its own; a first start has an empty folder for what is made, later ones a filled one. Times
+are of ``compile_step`` alone, the compiler's import included.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ python tests/bench/bench_experts.py --case flash-slice --dtype bfloat16 --batch 
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import harness
 import torch
 from purestep.ops import packed
@@ -24,17 +26,17 @@ def main() -> None:
     draw = torch.Generator().manual_seed(0)
     w13 = (torch.randn(n, 2 * inner, width, generator=draw) / 50).to(dtype)
     w2 = (torch.randn(n, width, inner, generator=draw) / 50).to(dtype)
-    p13, p2 = (packed.pack_stack(w, torch.float32) for w in (w13, w2))
+    p13, p2 = (packed.pack_stack(w.float().unbind(0)) for w in (w13, w2))
     x = torch.randn(options.batch, width, generator=draw).to(dtype)
     weights = torch.rand(options.batch, config.num_experts_per_tok, generator=draw)
     ids = [
         torch.stack([torch.randperm(n, generator=draw)[: weights.shape[1]] for _ in range(options.batch)])
         for _ in range(CHOICES)
     ]
-    turns = {"blocks": iter(range(1 << 30)), "packed": iter(range(1 << 30))}
+    one, other = cycle(ids), cycle(ids)
     runs = {
-        "blocks": lambda: experts_blocked(x, ids[next(turns["blocks"]) % CHOICES], weights, w13, w2, 10.0),
-        "packed": lambda: packed.experts(x, ids[next(turns["packed"]) % CHOICES], weights, p13, p2, 10.0),
+        "blocks": lambda: experts_blocked(x, next(one), weights, w13, w2, 10.0),
+        "packed": lambda: packed.experts(x, next(other), weights, p13, p2, 10.0),
     }
     times = {name: median_ms(found) for name, found in alternate(runs, options.rounds).items()}
     flops = 6 * options.batch * weights.shape[1] * inner * width

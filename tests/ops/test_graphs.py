@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,10 @@ X = torch.arange(6.0).view(2, 3)
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keep what is compiled in a folder of this test's own."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    yield tmp_path / "purestep"
-    monkeypatch.undo()
+    return tmp_path / "purestep"
 
 
 def scaled(x: Tensor, by: float) -> Tensor:
@@ -293,7 +292,7 @@ def test_experts_on_packed_weights_are_the_plain_experts(n_rows: int, how: Exper
     weights = torch.rand(n_rows, 3, generator=draw)
     w13 = (torch.randn(6, 512, 128, generator=draw) / 12).to(dtype)
     w2 = (torch.randn(6, 128, 256, generator=draw) / 16).to(dtype)
-    stacks = [packed.pack_stack(w, torch.float32) for w in (w13, w2)]
+    stacks = [packed.pack_stack(w.float().unbind(0)) for w in (w13, w2)]
     plain = REFERENCE.experts(x, ids, weights, w13, w2, 2.0, how=how)
     found = packed.experts(x, ids, weights, *stacks, 2.0, how=how)
     tolerance = 1e-4 if dtype is torch.float32 and not how.rounds_inner else 0.05
