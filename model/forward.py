@@ -58,7 +58,7 @@ def layer_operands(model: Model, layout: KVLayout, batch: ForwardBatch) -> Opera
         ConfigError: caches of a form that the model's kernels do not read.
     """
     model.require_form(layout.form)
-    return rotations(model, batch) if model.ops.paged is None else ascend.operands(model, batch)
+    return rotations(model, model.frequencies, batch) if model.ops.paged is None else ascend.operands(model, batch)
 
 
 def run_layer(
@@ -136,7 +136,7 @@ def layer_step(
     rows = write_rows(kv.layout, batch.metadata, range(i, i + 1))
     operands = layer_operands(model, kv.layout, batch)
     with kv.handle.write(rows) as write:
-        view = layer_rows(write.tensors, kv.layout, i)
+        view = layer_rows(write.tensors, kv.layout)[i]
         p, ratio = model.params.layers[i], kv.layout.kinds[i]
         streams = run_layer(model, p, ratio, mhc.streams, view, kv.layout, batch, operands, layer_tap(tap, i))
     return MHCState(streams=streams), attrs.evolve(kv, handle=write.handle)
@@ -199,8 +199,7 @@ def run_model(
         f32[B,V], f32[T,V] or f32[0,V].
     """
     streams = embed_tokens(model, batch).streams
-    for i, p in enumerate(model.params.layers):
-        rows = layer_rows(buffers, layout, i)
+    for i, (p, rows) in enumerate(zip(model.params.layers, layer_rows(buffers, layout), strict=True)):
         streams = run_layer(model, p, layout.kinds[i], streams, rows, layout, batch, operands, layer_tap(tap, i))
     streams = tap("final.streams", streams)
     if logits != "all":

@@ -25,7 +25,6 @@ from .model import Model
 from .params import AttentionParams, CompressorParams
 from .pools import Pool, entry_pool, key_pool
 from .reading import GATHER_BUDGET, MIN_BLOCK, SCORE_BUDGET, entry_picks, gather_rows, in_token_order, paged_loc
-from .rotary import turns
 from .stages import Tap, untapped
 
 __all__ = [
@@ -44,17 +43,23 @@ Rotations = Mapping[tuple[int, str], Tensor]
 """(ratio, "tokens" or "entries") -> complex64[T or C,R/2]."""
 
 
-def rotations(model: Model, batch: ForwardBatch) -> Rotations:
-    """Compute the rotary factors of one forward, shared by all layers of a kind."""
+def rotations(model: Model, frequencies: Mapping[int, Tensor], batch: ForwardBatch) -> Rotations:
+    """Compute the rotary factors of one forward, shared by all layers of a kind.
+
+    Args:
+        model: the model.
+        frequencies: its own, f32[R/2] by compress ratio.
+        batch: the step.
+    """
     found: dict[tuple[int, str], Tensor] = {}
-    for ratio, frequencies in model.frequencies.items():
+    for ratio, own in frequencies.items():
         if ratio == C128_RATIO and (C4_RATIO, "tokens") in found:
             found[ratio, "tokens"] = found[C4_RATIO, "tokens"]
         else:
-            found[ratio, "tokens"] = turns(batch.positions, frequencies, model.turn_dtype)
+            found[ratio, "tokens"] = model.ops.rotary_factors(batch.positions, own, model.turn_dtype)
         if ratio:
             starts = batch.metadata.compressors[ratio].first_pos
-            found[ratio, "entries"] = turns(starts, frequencies, model.turn_dtype)
+            found[ratio, "entries"] = model.ops.rotary_factors(starts, own, model.turn_dtype)
     return found
 
 
@@ -68,20 +73,21 @@ def write_rows(layout: KVLayout, metadata: AttentionMetadata, layers: range) -> 
     Returns:
         Buffer name -> i64[S] rows.
     """
-    slots = {"swa": metadata.swa_loc}
+    slots: dict[tuple[str, ...], Tensor] = {("swa",): metadata.swa_loc}
     if C4_RATIO in metadata.compressors:
-        entries, states = _entry_loc(metadata, C4_RATIO), _state_loc(metadata)
-        slots |= {"c4": entries, "index": entries, "index_scale": entries}
-        slots |= {"c4_state": states, "index_state": states}
+        slots["c4", "index", "index_scale"] = _entry_loc(metadata, C4_RATIO)
+        slots["c4_state", "index_state"] = _state_loc(metadata)
     if C128_RATIO in metadata.compressors:
-        c128 = metadata.compressors[C128_RATIO]
-        slots |= {"c128": _entry_loc(metadata, C128_RATIO), "c128_state": c128.state_loc}
-    rows = {}
-    for name, loc in slots.items():
-        places = [layout.place(name, i) for i in layers if name in layout.buffers_of(i)]
-        if places and loc.numel():
-            first = torch.tensor(places, device=loc.device) * layout.n_slots(name)
-            rows[name] = (first.unsqueeze(-1) + loc).flatten()
+        slots["c128",] = _entry_loc(metadata, C128_RATIO)
+        slots["c128_state",] = metadata.compressors[C128_RATIO].state_loc
+    rows: dict[str, Tensor] = {}
+    for names, loc in slots.items():  # buffers of one group have as many slots in the same layers
+        own = [i for i in layers if names[0] in layout.buffers_of(i)]
+        if own and loc.numel():
+            n_slots, first = layout.n_slots(names[0]), layout.place(names[0], own[0])
+            starts = torch.arange(first * n_slots, (first + len(own)) * n_slots, n_slots, device=loc.device)
+            found = (starts.unsqueeze(-1) + loc).flatten()
+            rows |= {name: found for name in names if name in layout.buffers_of(own[0])}
     return rows
 
 
@@ -177,14 +183,11 @@ def write_entries(
     return pools
 
 
-def layer_rows(buffers: Mapping[str, Tensor], layout: KVLayout, layer: int) -> dict[str, Tensor]:
-    """See the rows of one layer in the cache buffers: float[S,D] by buffer."""
-
-    def rows(name: str) -> Tensor:
-        n_slots = layout.n_slots(name)
-        return buffers[name].narrow(0, layout.place(name, layer) * n_slots, n_slots)
-
-    return {name: rows(name) for name in layout.buffers_of(layer)}
+def layer_rows(buffers: Mapping[str, Tensor], layout: KVLayout) -> list[dict[str, Tensor]]:
+    """See the rows of every layer in the cache buffers: float[S,D] by buffer."""
+    parts = {name: buffer.unflatten(0, (-1, layout.n_slots(name))).unbind(0) for name, buffer in buffers.items()}
+    layers = range(len(layout.kinds))
+    return [{name: parts[name][layout.place(name, i)] for name in layout.buffers_of(i)} for i in layers]
 
 
 def _compress_tokens(

@@ -7,13 +7,12 @@ Source: DeepSeek-V4 ``inference/model.py``; model sheet 2.4.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ..ops.rotary import rotary_factors, rotary_frequencies
+from ..ops.rotary import rotary_frequencies
 from ..state.config import Config
 
-__all__ = ["layer_frequencies", "turns"]
+__all__ = ["layer_frequencies"]
 
 
 def layer_frequencies(config: Config, ratio: int, *, window_yarn: bool = False) -> Tensor:
@@ -38,19 +37,3 @@ def layer_frequencies(config: Config, ratio: int, *, window_yarn: bool = False) 
         beta_fast=yarn.beta_fast,
         beta_slow=yarn.beta_slow,
     )
-
-
-def turns(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute the rotary factors of positions with cosines and sines rounded to ``dtype``.
-
-    Args:
-        positions: i64[...].
-        frequencies: f32[R/2].
-        dtype: float32 rounds nothing.
-    Returns:
-        complex64[...,R/2].
-    """
-    factors = rotary_factors(positions, frequencies)
-    if dtype is torch.float32:
-        return factors
-    return torch.complex(factors.real.to(dtype).float(), factors.imag.to(dtype).float())

@@ -33,7 +33,6 @@ from .layer import head_logits, layer
 from .leaves import expanded, has_stored
 from .model import Model
 from .params import AttentionParams, CompressorParams
-from .rotary import turns
 from .variants import numeric_ops
 
 __all__ = ["forward_sequence"]
@@ -54,7 +53,7 @@ def _entries(
     else:
         kv, scores = plain_groups(kv, ratio), plain_groups(scores, ratio)
     starts = torch.arange(n_tokens // ratio, device=x.device) * ratio
-    factors = turns(starts, frequencies, model.turn_dtype)
+    factors = model.ops.rotary_factors(starts, frequencies, model.turn_dtype)
     entries = finish_entries(model, p, model.ops.pool_group(kv, scores), factors)
     return round_index(model, entries) if index_key else round_entries(model, entries)
 
@@ -63,7 +62,7 @@ def _picked(model: Model, p: AttentionParams, x: Tensor, low: Tensor, visible: T
     """Let the indexer choose among the entries: bool[...,T,C]."""
     indexer = p.indexer
     assert indexer is not None, "a ratio-4 layer has an indexer: the loader checks it"
-    factors = turns(torch.arange(x.shape[-2], device=x.device), frequencies, model.turn_dtype)
+    factors = model.ops.rotary_factors(torch.arange(x.shape[-2], device=x.device), frequencies, model.turn_dtype)
     keys = _entries(model, indexer.compressor, x, OVERLAP_RATIO, frequencies, index_key=True)
     query, weights = index_query(model, indexer, low, factors), index_weights(model, indexer, x)
     scores = entry_scores(model, query, keys, weights)
@@ -81,7 +80,7 @@ def _attention(model: Model, p: AttentionParams, x: Tensor, ratio: int) -> Tenso
     n_tokens = x.shape[-2]
     frequencies = model.frequencies[ratio]
     position = torch.arange(n_tokens, device=x.device)
-    factors = turns(position, frequencies, model.turn_dtype)
+    factors = model.ops.rotary_factors(position, frequencies, model.turn_dtype)
     q, low = project_query(model, p, x, factors)
     keys = round_entries(model, project_kv(model, p, x, factors))
     age = position.unsqueeze(-1) - position

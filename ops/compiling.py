@@ -16,7 +16,9 @@ from typing import Any, Final
 import torch
 from torch._inductor import config, standalone_compile
 from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
-from torch._inductor.lowering import fallback_handler, register_lowering
+from torch._inductor.ir import FixedLayout, TensorBox
+from torch._inductor.lowering import register_lowering
+from torch._inductor.mkldnn_ir import LinearUnary
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.standalone_compile import CompiledArtifact
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -39,8 +41,6 @@ _OPTIONS: Final = {
 
 _FAILURES: Final = (InductorError, CppCompileError, OSError, ImportError)
 """Of compiling; an ImportError is machine code that cannot be loaded."""
-
-_LIBRARY_PRODUCT: Final = fallback_handler(torch.ops.mkldnn._linear_pointwise.default, add_to_fallback_set=False)
 
 
 def choices() -> dict[str, Any]:
@@ -66,10 +66,12 @@ def compile_trace(trace: Trace, path: Path) -> tuple[Call, float]:
     """
     start = time.perf_counter()
     given: list[Any] = fakes_of(trace.inputs)
+    # On a CPU kernels are called from C++: from Python, calling a small one takes as long as it does.
+    options = {**_OPTIONS, "cpp_wrapper": all(one.device.type == "cpu" for one in given)}
     try:
         with torch.no_grad():
             call = standalone_compile(
-                trace.module, given, dynamic_shapes="from_graph", options={"config_patches": dict(_OPTIONS)}
+                trace.module, given, dynamic_shapes="from_graph", options={"config_patches": options}
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         call.save(path=str(path))
@@ -132,5 +134,9 @@ def _kept(x: Any) -> Any:
 
 @register_lowering(torch.ops.purestep.packed_linear.default, type_promotion_kind=None)
 def _packed_linear(x: Any, w: Any) -> Any:
-    """Call the library's product from the graph, without a way through Python's dispatcher."""
-    return _LIBRARY_PRODUCT(x, w, None, "none", [], "")
+    """Call the library's product as the compiler's own code does, past the dispatcher."""
+    rows = LinearUnary.require_contiguous(LinearUnary.realize_input(x))
+    # Without the compiler's own check of the weight's strides: a packed one has none.
+    given = [rows, LinearUnary.realize_input(w)]
+    layout = FixedLayout(device=x.get_device(), dtype=x.get_dtype(), size=[*x.get_size()[:-1], w.get_size()[0]])
+    return TensorBox.create(LinearUnary(layout=layout, inputs=given, constant_args=[None, "none", [-1], ""]))

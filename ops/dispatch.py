@@ -8,7 +8,7 @@ named in ``REFERENCE``. Another table is ``attrs.evolve`` of it, so a fused or d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import attrs
 import torch
@@ -92,6 +92,7 @@ class Ops:
     grouped_linear: Kernel
     rms_norm: Kernel
     normalize_query: Kernel
+    rotary_factors: Callable[..., Any]
     apply_rotary: Kernel
     enter_streams: Kernels3
     join_streams: Kernel
@@ -123,6 +124,7 @@ REFERENCE: Final = Ops(
     grouped_linear=linear.grouped_linear,
     rms_norm=norms.rms_norm,
     normalize_query=norms.normalize_query,
+    rotary_factors=rotary.rotary_factors,
     apply_rotary=rotary.apply_rotary,
     enter_streams=streams.enter_streams,
     join_streams=streams.join_streams,
@@ -172,6 +174,7 @@ TRACED: Final = attrs.evolve(
     name="traced",
     linear=traced.linear,
     grouped_linear=traced.grouped_linear,
+    rotary_factors=traced.rotary_factors,
     apply_rotary=traced.apply_rotary,
     enter_streams=traced.enter_streams,
     join_streams=traced.join_streams,

@@ -58,7 +58,7 @@ class Graph:
 
     def __call__(self, leaves: Sequence[Any]) -> Sequence[Tensor]:
         """Run on the leaves of arguments of the shapes that were compiled; returns the leaves of the result."""
-        return self.call(*[leaves[at] for at in self.places])
+        return self.call(*map(leaves.__getitem__, self.places))
 
 
 @attrs.frozen(eq=False)

@@ -50,17 +50,18 @@ def rotary_frequencies(
     return plain / factor * ramp + plain * (1 - ramp)
 
 
-def rotary_factors(positions: Tensor, frequencies: Tensor) -> Tensor:
+def rotary_factors(positions: Tensor, frequencies: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Compute ``exp(i * position * frequency)`` of every position and pair.
 
     Args:
         positions: i64[...].
         frequencies: f32[R/2].
+        dtype: that cosines and sines are rounded to.
     Returns:
         complex64[...,R/2].
     """
     angles = positions.float().unsqueeze(-1) * frequencies
-    return torch.complex(angles.cos(), angles.sin())
+    return torch.complex(angles.cos().to(dtype).float(), angles.sin().to(dtype).float())
 
 
 def apply_rotary(x: Tensor, factors: Tensor) -> Tensor:

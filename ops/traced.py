@@ -32,6 +32,7 @@ __all__ = [
     "join_streams",
     "linear",
     "mix_weights",
+    "rotary_factors",
     "route_scored",
     "sinkhorn",
     "top_indices",
@@ -50,11 +51,6 @@ class Turns(NamedTuple):
     cos: Tensor
     sin: Tensor
 
-    @classmethod
-    def of(cls, factors: Tensor) -> Turns:
-        """Take complex64[...,R/2] apart."""
-        return cls(factors.real.contiguous(), factors.imag.contiguous())
-
     def unsqueeze(self, axis: int) -> Turns:
         """Add an axis, as to the complex tensor."""
         return Turns(self.cos.unsqueeze(axis), self.sin.unsqueeze(axis))
@@ -62,6 +58,12 @@ class Turns(NamedTuple):
     def conj(self) -> Turns:
         """Turn back."""
         return Turns(self.cos, -self.sin)
+
+
+def rotary_factors(positions: Tensor, frequencies: Tensor, dtype: torch.dtype = torch.float32) -> Turns:
+    """Compute the rotary factors of every position and pair; see ``rotary.rotary_factors``."""
+    angles = positions.float().unsqueeze(-1) * frequencies
+    return Turns(angles.cos().to(dtype).float(), angles.sin().to(dtype).float())
 
 
 def apply_rotary(x: Tensor, factors: Turns) -> Tensor:

@@ -79,8 +79,8 @@ class Request:
         """Tell whether the request owns nothing but its tokens."""
         return self.row == 0
 
-    def grown(self, kv_len: int, evicted_len: int) -> Request:
-        """Return it with that many positions that own a slot, or have given their window entries back."""
+    def grown(self, kv_len: int, evicted_len: int, decode_count: int) -> Request:
+        """Return it with that many positions that own a slot, or have given their window entries back, and decodes."""
         # Every request changes so in every step; naming the fields takes half the time of attrs.evolve.
         return Request(
             request_id=self.request_id,
@@ -90,7 +90,7 @@ class Request:
             kv_len=kv_len,
             evicted_len=evicted_len,
             kept_len=self.kept_len,
-            decode_count=self.decode_count,
+            decode_count=decode_count,
             finished=self.finished,
         )
 

@@ -7,6 +7,7 @@ fits no bucket, feeds several tokens of a request or looks into stages runs eage
 ============= ============================================ ========================= =========================
 graph         computes                                     one for every             follows the bucket's
 ============= ============================================ ========================= =========================
+``inputs``    first streams, rotations                                               rows
 ``streams``   streams after a sublayer, next one's input                             rows
 ``attention`` state written, history read, projections     compress ratio            rows, context
 ``experts``   routing, routed and shared experts           router (hash, scored)     rows
@@ -21,7 +22,7 @@ Source: none; the composition is that of ``step/decode.py`` and ``model/layer.py
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -39,12 +40,12 @@ from ..model.leaves import has_stored
 from ..model.model import Model
 from ..model.packing import pack_experts, packed_params, packs_experts, traced_model
 from ..model.paged import layer_rows, paged_attention, rotations, write_rows
-from ..model.params import AttentionParams, MoEParams, Params, StreamParams
+from ..model.params import AttentionParams, LayerParams, MoEParams, Params, StreamParams
 from ..ops.graph import Draft, Graph, compile_drafts, draft_graph
 from ..ops.helper import MOST_HELPERS, Helper
 from ..ops.traced import THIN_ROWS, Turns
 from ..state.batch import ForwardBatch, StepOutput
-from ..state.capacity import C128_RATIO, Capacity
+from ..state.capacity import C4_RATIO, C128_RATIO, Capacity
 from ..state.decode import DecodeState
 from ..state.errors import ConfigError
 from ..state.kv import CacheForm, KVLayout, KVState
@@ -325,16 +326,16 @@ class _Workshop(ExitStack):
 
 def _weights(model: Model, buckets: Sequence[Bucket]) -> dict[Bucket, _Weights]:
     """Choose the weights of every bucket: graphs of few rows read them as they are."""
-    own = _Weights.of(model.params)
+    own = _Weights.of(model, model.params)
     is_packing = model.device.type == "cpu" and not model.numerics.invariant
     many = [bucket for bucket in buckets if bucket.rows > THIN_ROWS and is_packing]
     found = dict.fromkeys(buckets, own)
     if many:
         params = packed_params(model)
-        found |= dict.fromkeys(many, _Weights.of(params))
+        found |= dict.fromkeys(many, _Weights.of(model, params))
         stacks = [bucket for bucket in many if packs_experts(model, bucket.rows)]
         if stacks:
-            found |= dict.fromkeys(stacks, _Weights.of(pack_experts(params)))
+            found |= dict.fromkeys(stacks, _Weights.of(model, pack_experts(params)))
     return found
 
 
@@ -359,7 +360,7 @@ def _count(model: Model, buckets: Sequence[Bucket], caches: CacheForm) -> int:
     routers = {p.ffn.tid2eid is not None for p in model.params.layers}
     # Online pooling folds every token alike, whether or not its group closes.
     n_attention = len(ratios) + (C128_RATIO in ratios and not caches.endswith("online"))
-    return len({one.rows for one in buckets}) * (2 + len(routers)) + len(buckets) * n_attention
+    return len({one.rows for one in buckets}) * (3 + len(routers)) + len(buckets) * n_attention
 
 
 def _example(model: Model, page_size: int, caches: CacheForm, length: int) -> tuple[KVState, ForwardBatch]:
@@ -376,40 +377,66 @@ def _example(model: Model, page_size: int, caches: CacheForm, length: int) -> tu
 
 @attrs.frozen(eq=False)
 class _Flat:
-    """An argument and its leaves, so that weights are taken apart once and not in every step."""
+    """Arguments and their leaves, so that weights are taken apart once and not in every step."""
 
-    tree: Any
+    tree: Sequence[Any]
     leaves: Sequence[Any]
 
     @classmethod
     def of(cls, *tree: Any) -> _Flat:
         return cls(tree, pytree.tree_leaves(tree))
 
+    @classmethod
+    def plain(cls, *tensors: Tensor) -> _Flat:
+        return cls(tensors, tensors)
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class _LayerWeights:
+    """What the four graphs of a layer take of its weights."""
+
+    hc_attn: _Flat
+    attn: _Flat
+    hc_ffn: _Flat
+    ffn: _Flat
+    has_table: bool
+
+    @classmethod
+    def of(cls, p: LayerParams) -> _LayerWeights:
+        return cls(
+            hc_attn=_Flat.of(p.hc_attn, p.attn_norm),
+            attn=_Flat.of(p.attn),
+            hc_ffn=_Flat.of(p.hc_ffn, p.ffn_norm),
+            ffn=_Flat.of(p.ffn),
+            has_table=p.ffn.tid2eid is not None,
+        )
+
+    @property
+    def leaves(self) -> list[Any]:
+        """All of them."""
+        return [leaf for part in (self.hc_attn, self.attn, self.hc_ffn, self.ffn) for leaf in part.leaves]
+
 
 @attrs.frozen(eq=False, kw_only=True)
 class _Weights:
-    """What the graphs of a model take of its weights: of every layer what its four graphs read."""
+    """What the graphs of a model take of its weights."""
 
-    layers: Sequence[tuple[_Flat, _Flat, _Flat, _Flat]]
+    inputs: _Flat
+    layers: Sequence[_LayerWeights]
     head: _Flat
 
     @property
     def leaves(self) -> list[Any]:
         """All of them."""
-        return [leaf for part in (*chain.from_iterable(self.layers), self.head) for leaf in part.leaves]
+        return [*self.inputs.leaves, *chain.from_iterable(one.leaves for one in self.layers), *self.head.leaves]
 
     @classmethod
-    def of(cls, p: Params) -> _Weights:
-        layers = [
-            (
-                _Flat.of(one.hc_attn, one.attn_norm),
-                _Flat.of(one.attn),
-                _Flat.of(one.hc_ffn, one.ffn_norm),
-                _Flat.of(one.ffn),
-            )
-            for one in p.layers
-        ]
-        return cls(layers=layers, head=_Flat.of(p.hc_head, p.norm, p.head))
+    def of(cls, model: Model, p: Params) -> _Weights:
+        return cls(
+            inputs=_Flat.of(p.embed, model.frequencies),
+            layers=[_LayerWeights.of(one) for one in p.layers],
+            head=_Flat.of(p.hc_head, p.norm, p.head),
+        )
 
 
 GraphOf = Callable[..., Graph | Draft]
@@ -438,39 +465,36 @@ def _run(
 ) -> Tensor:
     """Run a padded decode by graphs: f32[B,V]."""
     n_rows, closes = bucket.rows, _closes(batch)
-    steps = _by_ratio(model, layout, batch)
-    live = batch.metadata.swa_loc > 0  # slot 0 is the sink
-    tokens = [batch.input_ids, live]
-    streams = embed_tokens(model, batch).streams.contiguous()
-    y, post, comb = _no_sublayer(streams)
 
     def run(key: Any, name: str, function: Callable[..., Any], *parts: _Flat, n_free: int = 0) -> Sequence[Tensor]:
         graph = graph_of(key, name, function, parts, n_free)
-        return graph([leaf for part in parts for leaf in part.leaves])
+        return graph(list(chain.from_iterable([part.leaves for part in parts])))
 
+    step = _Flat.of(batch)
+    live, streams, y, post, comb, *turns = run(("inputs", n_rows), "inputs", _inputs(model), weights.inputs, step)
+    factors, tokens = _Flat(turns, turns), (batch.input_ids, live)
     mix, experts, head = _mixer(model), _experts(model), _head(model)
-    for i, (hc_attn, attn, hc_ffn, ffn) in enumerate(weights.layers):
-        ratio, has_table = layout.kinds[i], model.params.layers[i].ffn.tid2eid is not None
-        stream = _Flat((streams, y, post, comb), (streams, y, post, comb))
-        streams, x, post, comb = run(("streams", n_rows), "streams", mix, hc_attn, stream)
-        rows = layer_rows(buffers, layout, i)
+    every_rows = layer_rows(buffers, layout)
+    for ratio, rows, params in zip(layout.kinds, every_rows, weights.layers, strict=True):
+        stream = _Flat.plain(streams, y, post, comb)
+        streams, x, post, comb = run(("streams", n_rows), "streams", mix, params.hc_attn, stream)
         is_closing = closes and ratio == C128_RATIO
         (y,) = run(
             ("attention", n_rows, bucket.context, ratio, is_closing),
             f"attention {ratio}" + (", closing" if is_closing else ""),
             _attention(model, ratio, layout),
-            _Flat((rows,), list(rows.values())),
-            attn,
-            _Flat((x,), (x,)),
-            steps[ratio],
+            _Flat((rows,), [*rows.values()]),
+            params.attn,
+            _Flat.plain(x),
+            step,
+            factors,
             n_free=len(rows),
         )
-        stream = _Flat((streams, y, post, comb), (streams, y, post, comb))
-        streams, x, post, comb = run(("streams", n_rows), "streams", mix, hc_ffn, stream)
-        name = "experts, by token id" if has_table else "experts, by score"
-        (y,) = run(("experts", n_rows, has_table), name, experts, ffn, _Flat((x, *tokens), (x, *tokens)))
-    stream = _Flat((streams, y, post, comb), (streams, y, post, comb))
-    (logits,) = run(("head", n_rows), "head", head, weights.head, stream)
+        stream = _Flat.plain(streams, y, post, comb)
+        streams, x, post, comb = run(("streams", n_rows), "streams", mix, params.hc_ffn, stream)
+        name = "experts, by token id" if params.has_table else "experts, by score"
+        (y,) = run(("experts", n_rows, params.has_table), name, experts, params.ffn, _Flat.plain(x, *tokens))
+    (logits,) = run(("head", n_rows), "head", head, weights.head, _Flat.plain(streams, y, post, comb))
     return logits
 
 
@@ -479,24 +503,35 @@ def _closes(batch: ForwardBatch) -> bool:
     return plan is not None and plan.out_loc.shape[0] > 0
 
 
-def _by_ratio(model: Model, layout: KVLayout, batch: ForwardBatch) -> dict[int, _Flat]:
-    """Give the layers of every ratio what they compute with, the step and its rotations."""
-    meta, factors = batch.metadata, dict[tuple[int, str], Any](rotations(model, batch))
-    if not model.numerics.invariant:
-        factors = {key: Turns.of(one) for key, one in factors.items()}
-    found = {}
-    for ratio in set(layout.kinds):
-        plans = {ratio: meta.compressors[ratio]} if ratio else {}
-        own = {key: one for key, one in factors.items() if key[0] == ratio}
-        found[ratio] = _Flat.of(attrs.evolve(batch, metadata=attrs.evolve(meta, compressors=plans)), own)
-    return found
+def _inputs(model: Model) -> Callable[..., Any]:
+    """Compute what all layers read, and an output and mixes that leave the first streams as they are."""
+
+    def start(embed: Tensor, frequencies: Mapping[int, Tensor], batch: ForwardBatch) -> Any:
+        own = attrs.evolve(model, params=attrs.evolve(model.params, embed=embed))
+        live = batch.metadata.swa_loc > 0  # slot 0 is the sink
+        streams = embed_tokens(own, batch).streams.contiguous()
+        n_rows, n_streams, width = streams.shape
+        comb = torch.eye(n_streams, device=streams.device).expand(n_rows, -1, -1).contiguous()
+        nothing = streams.new_zeros(n_rows, width), comb.new_zeros(n_rows, n_streams), comb
+        found = rotations(model, frequencies, batch)
+        return live, streams, *nothing, *[found[key] for key in _turn_keys(frequencies)]
+
+    return start
 
 
-def _no_sublayer(streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return an output and mixes that leave the streams as they are."""
-    n_rows, n_streams, width = streams.shape
-    comb = torch.eye(n_streams, device=streams.device).expand(n_rows, -1, -1).contiguous()
-    return streams.new_zeros(n_rows, width), comb.new_zeros(n_rows, n_streams), comb
+def _turn_keys(ratios: Collection[int]) -> list[tuple[int, str]]:
+    """Name the different rotations of a step in a fixed order: both kinds that compress turn their tokens alike."""
+    kinds = [ratio for ratio in ratios if ratio != C128_RATIO or C4_RATIO not in ratios]
+    return [*((ratio, "tokens") for ratio in kinds), *((ratio, "entries") for ratio in ratios if ratio)]
+
+
+def _named_turns(ratios: Collection[int], leaves: Sequence[Tensor]) -> dict[tuple[int, str], Any]:
+    """Name what the first graph returned: one complex tensor a rotation, or two real ones."""
+    keys = _turn_keys(ratios)
+    is_whole = len(leaves) == len(keys)
+    found = leaves if is_whole else [Turns(*pair) for pair in zip(leaves[::2], leaves[1::2], strict=True)]
+    named: dict[tuple[int, str], Any] = dict(zip(keys, found, strict=True))
+    return {**named, (C128_RATIO, "tokens"): named[C4_RATIO, "tokens"]} if C4_RATIO in ratios else named
 
 
 def _mixer(model: Model) -> Callable[..., Any]:
@@ -508,8 +543,8 @@ def _mixer(model: Model) -> Callable[..., Any]:
 
 
 def _attention(model: Model, ratio: int, layout: KVLayout) -> Callable[..., Tensor]:
-    def attend(rows: Mapping[str, Tensor], p: AttentionParams, x: Tensor, batch: ForwardBatch, turns: Any) -> Tensor:
-        return paged_attention(model, ratio, p, x, rows, layout, batch, turns)
+    def attend(rows: Mapping[str, Tensor], p: AttentionParams, x: Tensor, batch: ForwardBatch, *turns: Any) -> Tensor:
+        return paged_attention(model, ratio, p, x, rows, layout, batch, _named_turns(model.frequencies, turns))
 
     return attend
 

@@ -10,6 +10,7 @@ Source: none; the idea is that of padded batches in captured decode graphs.
 
 from __future__ import annotations
 
+from functools import cache
 from operator import index
 from typing import Any
 
@@ -122,7 +123,7 @@ def pad_decode(view: ForwardBatch, bucket: Bucket, layout: KVLayout, window: int
 
 def _longer(numbers: Tensor, more: int) -> Tensor:
     """Append zeros, which are the sinks."""
-    return F.pad(numbers, (0, more))
+    return F.pad(numbers, (0, more)) if more else numbers
 
 
 def _padded_singles(singles: SingleMetadata, more: int, context: int, layout: KVLayout, window: int) -> SingleMetadata:
@@ -150,15 +151,17 @@ def _padded_compressor(
     """Let every row close: the rows that really do keep their slots, the others get dummies and the sink."""
     n_rows, device = bucket.rows, plan.out_loc.device
     more = n_rows - len(lengths)
+    n_old = (2 * ratio if ratio == C4_RATIO else ratio) - 1
+    every, none, members = _constants(n_rows, n_old, device)
     if ratio == C128_RATIO and not layout.is_online and not len(plan.out_loc):
         return attrs.evolve(
             plan,
             phase=_longer(plan.phase, more),
-            keep=torch.arange(n_rows, device=device),
+            first_pos=none,
+            keep=every,
             state_loc=_longer(plan.state_loc, more),
         )
     closing = torch.from_numpy((lengths % ratio == 0).nonzero()[0]).to(device)
-    every, none = torch.arange(n_rows, device=device), torch.zeros(n_rows, dtype=torch.int64, device=device)
     state = "c4_state" if ratio == C4_RATIO else "c128_state"
     common = {
         "phase": _longer(plan.phase, more),
@@ -175,12 +178,18 @@ def _padded_compressor(
             members=every.unsqueeze(-1),
             state_loc=none.index_copy(0, open_rows, plan.state_loc),
         )
-    n_old = (2 * ratio if ratio == C4_RATIO else ratio) - 1
     history = torch.full((n_rows, n_old), layout.dummy(state), device=device)
-    old = torch.arange(n_rows * n_old, device=device).view(n_rows, n_old)
     return CompressorMetadata(
         **common,
         history=history.index_copy(0, closing, plan.history.view(-1, n_old)).flatten(),
-        members=torch.cat((old, n_rows * n_old + every.unsqueeze(-1)), dim=1),
+        members=members,
         state_loc=_longer(plan.state_loc, more),
     )
+
+
+@cache
+def _constants(n_rows: int, n_old: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Make what every step of a bucket has: its rows, as many zeros, the members of groups that all close."""
+    every, none = torch.arange(n_rows, device=device), torch.zeros(n_rows, dtype=torch.int64, device=device)
+    old = torch.arange(n_rows * n_old, device=device).view(n_rows, n_old)
+    return every, none, torch.cat((old, n_rows * n_old + every.unsqueeze(-1)), dim=1)

@@ -90,12 +90,12 @@ def prepare_decode(
                 expected="a pending token",
                 got=None,
             )
-        requests.append(attrs.evolve(request, decode_count=request.decode_count + 1))
+        requests.append(request)
     is_plain = all(request.n_unfed == 1 for request in requests)
     mode = ForwardMode.DECODE if is_plain else ForwardMode.EXTEND
     # The relay holds what was sampled last; any other token is known on the host.
     is_relayed = is_plain and not forced and all(request.has_pending for request in requests)
-    return _prepare(state, mode, requests, {}, is_known=not is_relayed)
+    return _prepare(state, mode, requests, {}, n_decodes=1, is_known=not is_relayed)
 
 
 def prepare_extend(
@@ -141,15 +141,16 @@ def _prepare(
     requests: Sequence[Request],
     limits: Mapping[int, int],
     *,
+    n_decodes: int = 0,
     is_known: bool = True,
 ) -> tuple[DecodeState, ScheduleBatch]:
     state, requests = _placed(state, requests)
     ends = [_end(state, request, limits) for request in requests]
-    evicted = _evicted(state, mode, requests)
+    evicted = _evicted(state, mode, requests, n_decodes)
     columns = [*zip(requests, ends, evicted, strict=True)]
     growth = Growth.of([(one.row, one.kv_len, end, one.evicted_len, evict_to) for one, end, evict_to in columns])
     table, locs = allocate(state.table, growth)
-    grown = {one.request_id: one.grown(end, evict_to) for one, end, evict_to in columns}
+    grown = {one.request_id: one.grown(end, evict_to, one.decode_count + n_decodes) for one, end, evict_to in columns}
     batch = ScheduleBatch(
         forward_mode=mode,
         request_ids=tuple(grown),
@@ -217,13 +218,13 @@ def _end(state: DecodeState, request: Request, limits: Mapping[int, int]) -> int
     return total if total <= end else end // C128_RATIO * C128_RATIO
 
 
-def _evicted(state: DecodeState, mode: ForwardMode, requests: Sequence[Request]) -> list[int]:
+def _evicted(state: DecodeState, mode: ForwardMode, requests: Sequence[Request], n_decodes: int) -> list[int]:
     """Find up to where each request has given back its window pages once this step is prepared."""
     window, page_size = state.config.sliding_window, state.table.sizes.page_size
-    # The first decode after a prefill evicts nothing (decode_count counts this step already).
+    # The first decode after a prefill evicts nothing.
     return [
         eviction_end(request.kv_len, request.evicted_len, window, page_size)
-        if mode is ForwardMode.EXTEND or request.decode_count > 1
+        if mode is ForwardMode.EXTEND or request.decode_count + n_decodes > 1
         else request.evicted_len
         for request in requests
     ]

@@ -72,9 +72,10 @@ def sample(
     _check_inputs(logits, positions, rows)
     if not mask and all(map(_takes_argmax, rows)):
         ids = pick_greedy(logits)
+        largest = logits.gather(1, ids.unsqueeze(-1)).squeeze(-1)  # torch takes NaN for the largest
     else:
-        ids = _choose(_adjust(logits, rows, stop_token_ids, mask or {}), rows, positions)
-    chosen = ids.masked_fill(logits.amax(-1).isnan(), NO_TOKEN)
+        ids, largest = _choose(_adjust(logits, rows, stop_token_ids, mask or {}), rows, positions), logits.amax(-1)
+    chosen = ids.masked_fill(largest.isnan(), NO_TOKEN)
     if agree is not None:
         chosen = agree(chosen)
         ids = chosen.clamp(min=0)

@@ -105,7 +105,7 @@ def test_addresses_far_out_in_a_cache(page: int) -> None:
     layers, width = 61, 577
     layout = KVLayout(sizes=sizes, kinds=(0,) * layers, places=tuple(range(layers)), form="ascend")
     buffer = torch.empty(layers * layout.n_slots("swa"), width, dtype=torch.bfloat16, device="meta")
-    rows = layer_rows({"swa": buffer}, layout, layers - 1)["swa"]
+    rows = layer_rows({"swa": buffer}, layout)[-1]["swa"]
     first = (layers - 1) * (page + 1) * 128
     assert rows.storage_offset() == first * width
     blocks = rows.view(-1, 128, 1, width)

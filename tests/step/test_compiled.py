@@ -277,7 +277,7 @@ def test_large_experts_that_meet_many_rows_run_on_packed_weights(
     model = tiny_model(experts=4) if dtype is torch.float32 else rounded_model(numerics=ps.Numerics.plain())
     rows = 8 * model.config.n_routed_experts // model.config.num_experts_per_tok
     step = ps.compile_step(model, ((rows, 160),), page_size=PAGE)
-    weights = step.weights[step.buckets[0]].layers[0][3].tree[0]
+    weights = step.weights[step.buckets[0]].layers[0].ffn.tree[0]
     assert isinstance(weights.w13, PackedStack)
     eager, requests = filled(model, [5, 40, 127, 9, 33, 12, 126])
     _, a = ps.decode_step(model, eager, force=dict.fromkeys(requests, 3))
