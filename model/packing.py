@@ -19,14 +19,17 @@ from torch import Tensor
 from ..ops.dispatch import INVARIANT, TRACED
 from ..ops.fused import EMULATES_BF16, LARGE_WEIGHT
 from ..ops.packed import pack, pack_stack
+from ..ops.traced import THIN_ROWS
 from .model import Model
 from .params import AttentionParams, LayerParams, MoEParams, Params, StreamParams
 from .variants import numeric_ops
 
-__all__ = ["pack_experts", "packed_params", "packs_experts", "traced_model"]
+__all__ = ["pack_experts", "packed_params", "packs_experts", "packs_weights", "traced_model"]
 
-_MANY: Final = 4
-"""Rows an expert from which a product of its own is faster than blocks of rows, for large experts."""
+_MANY: Final = 4 if EMULATES_BF16 else 1
+"""Rows an expert from which a product of its own is faster than blocks of rows, for large experts.
+
+Processors without bfloat16 arithmetic are those without AVX-512, too, whose library multiplies few rows more slowly."""
 
 _MANY_WIDENED: Final = 8
 """The same where packing widens bfloat16, and twice as many bytes are read."""
@@ -60,6 +63,16 @@ def packed_params(model: Model) -> Params:
     )
 
 
+def packs_weights(model: Model, n_rows: int) -> bool:
+    """Tell whether so many rows multiply weights faster in the library's layout than in a loop over them as they are.
+
+    Args:
+        model: of ``traced_model``, on a CPU.
+        n_rows: of a step.
+    """
+    return n_rows > (1 if _is_large(model) and not EMULATES_BF16 else THIN_ROWS)
+
+
 def packs_experts(model: Model, n_rows: int) -> bool:
     """Tell whether so many rows multiply large experts faster by one product each.
 
@@ -67,20 +80,26 @@ def packs_experts(model: Model, n_rows: int) -> bool:
         model: of ``traced_model``, on a CPU.
         n_rows: of a step.
     """
-    config, w13 = model.config, model.params.layers[0].ffn.w13
+    config = model.config
+    most = _MANY_WIDENED if EMULATES_BF16 and _first_stack(model).dtype is torch.bfloat16 else _MANY
+    return _is_large(model) and n_rows * config.num_experts_per_tok >= most * config.n_routed_experts
+
+
+def _is_large(model: Model) -> bool:
+    return _first_stack(model)[0].numel() >= LARGE_WEIGHT
+
+
+def _first_stack(model: Model) -> Tensor:
+    w13 = model.params.layers[0].ffn.w13
     assert isinstance(w13, Tensor), "weights are expanded"
-    most = _MANY_WIDENED if EMULATES_BF16 and w13.dtype is torch.bfloat16 else _MANY
-    return w13[0].numel() >= LARGE_WEIGHT and n_rows * config.num_experts_per_tok >= most * config.n_routed_experts
+    return w13
 
 
 def pack_experts(params: Params) -> Params:
     """Pack the experts of every layer, too: as much memory again, twice as much where that widens them."""
 
-    def stack(w: Any) -> Any:
-        return pack_stack(map(_wide, w.unbind(0)))
-
     def packed(p: LayerParams) -> LayerParams:
-        return attrs.evolve(p, ffn=attrs.evolve(p.ffn, w13=stack(p.ffn.w13), w2=stack(p.ffn.w2)))
+        return attrs.evolve(p, ffn=attrs.evolve(p.ffn, w13=_stack(p.ffn.w13), w2=_stack(p.ffn.w2)))
 
     return attrs.evolve(params, layers=tuple(packed(p) for p in params.layers))
 
@@ -88,6 +107,10 @@ def pack_experts(params: Params) -> Params:
 def _wide(w: Any) -> Tensor:
     wide: Tensor = w.float() if EMULATES_BF16 else w
     return wide
+
+
+def _stack(w: Any) -> Any:
+    return pack_stack(map(_wide, w.unbind(0)))
 
 
 def _packed(w: Any) -> Any:
@@ -149,11 +172,16 @@ def _packed_attention(model: Model, p: AttentionParams) -> AttentionParams:
         wq_a=x["wq_a"],
         wkv=x["wkv"],
         wq_b=q["wq_b"],
-        wo_a=_wide(p.wo_a),
+        wo_a=_packed_groups(p.wo_a, model.config.o_lora_rank),
         wo_b=_packed(p.wo_b),
         compressor=compressor,
         indexer=indexer,
     )
+
+
+def _packed_groups(w: Any, n_rows: int) -> Any:
+    """Pack the weight of every output group; small ones are faster in one product of all."""
+    return _stack(w.unflatten(0, (-1, n_rows))) if n_rows * w.shape[1] >= LARGE_WEIGHT else _wide(w)
 
 
 def _packed_experts(model: Model, p: MoEParams) -> MoEParams:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from .experts import PLAIN, ExpertMath, sorted_operator
 
-__all__ = ["PackedStack", "PackedWeight", "experts", "linear", "pack", "pack_stack"]
+__all__ = ["PackedStack", "PackedWeight", "experts", "grouped_linear", "linear", "pack", "pack_stack"]
 
 _ROWS: Final = 16
 """Rows that the layout is chosen for; other numbers of thin rows do as well with it."""
@@ -39,10 +39,10 @@ class PackedWeight(NamedTuple):
 
 
 class PackedStack(NamedTuple):
-    """The weights of a layer's experts, each in oneDNN's layout.
+    """The weights of a layer's experts, or of its groups of channels, each in oneDNN's layout.
 
     Attributes:
-        blocks: float[F,H] of the mkldnn layout, expert by expert.
+        blocks: float[F,H] of the mkldnn layout, one by one.
     """
 
     blocks: Sequence[Tensor]
@@ -65,7 +65,7 @@ def pack(*weights: Tensor) -> tuple[PackedWeight, ...]:
 
 
 def pack_stack(weights: Iterable[Tensor]) -> PackedStack:
-    """Reorder float[F,H] of every expert; a copy."""
+    """Reorder float[F,H] of every expert or group; a copy."""
     return PackedStack([_reordered(w) for w in weights])
 
 
@@ -92,6 +92,12 @@ def linear(x: Tensor, w: Tensor | PackedWeight) -> Tensor:
     else:
         out = F.linear(rows, w)
     return out if x.dtype is dtype else out.to(x.dtype)
+
+
+def grouped_linear(x: Tensor, w: PackedStack) -> Tensor:
+    """Multiply every group of channels by its own packed weight; see ``linear.grouped_linear``."""
+    weights = [PackedWeight(blocks, 0, blocks.shape[0]) for blocks in w.blocks]
+    return torch.stack([linear(rows, one) for rows, one in zip(x.unbind(-2), weights, strict=True)], dim=-2)
 
 
 def _packed_linear(x: Tensor, w: Tensor) -> Tensor:

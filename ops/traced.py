@@ -99,8 +99,10 @@ def linear(x: Tensor, w: Weight) -> Tensor:
     return out.unflatten(0, x.shape[:-1]).to(x.dtype)
 
 
-def grouped_linear(x: Tensor, w: Tensor) -> Tensor:
+def grouped_linear(x: Tensor, w: Tensor | packed.PackedStack) -> Tensor:
     """Multiply every group of channels by its own weight; see ``linear.grouped_linear``."""
+    if isinstance(w, packed.PackedStack):
+        return packed.grouped_linear(x, w)
     if x.shape[0] > THIN_ROWS:
         return plain_grouped(x, w.float() if fused.EMULATES_BF16 else w)
     rows, wide = kept(x.float()), w.float()

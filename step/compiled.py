@@ -38,12 +38,12 @@ from ..model.forward import embed_tokens, forward
 from ..model.layer import head_logits, mixture, sublayer_input
 from ..model.leaves import has_stored
 from ..model.model import Model
-from ..model.packing import pack_experts, packed_params, packs_experts, traced_model
+from ..model.packing import pack_experts, packed_params, packs_experts, packs_weights, traced_model
 from ..model.paged import layer_rows, paged_attention, rotations, write_rows
 from ..model.params import AttentionParams, LayerParams, MoEParams, Params, StreamParams
 from ..ops.graph import Draft, Graph, compile_drafts, draft_graph
 from ..ops.helper import MOST_HELPERS, Helper
-from ..ops.traced import THIN_ROWS, Turns
+from ..ops.traced import Turns
 from ..state.batch import ForwardBatch, StepOutput
 from ..state.capacity import C4_RATIO, C128_RATIO, Capacity
 from ..state.decode import DecodeState
@@ -328,7 +328,7 @@ def _weights(model: Model, buckets: Sequence[Bucket]) -> dict[Bucket, _Weights]:
     """Choose the weights of every bucket: graphs of few rows read them as they are."""
     own = _Weights.of(model, model.params)
     is_packing = model.device.type == "cpu" and not model.numerics.invariant
-    many = [bucket for bucket in buckets if bucket.rows > THIN_ROWS and is_packing]
+    many = [bucket for bucket in buckets if is_packing and packs_weights(model, bucket.rows)]
     found = dict.fromkeys(buckets, own)
     if many:
         params = packed_params(model)

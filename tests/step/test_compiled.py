@@ -269,16 +269,17 @@ def test_a_second_start_traces_and_compiles_nothing(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_large_experts_that_meet_many_rows_run_on_packed_weights(
+def test_large_weights_that_meet_many_rows_are_packed_one_by_one(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a bucket's rows multiply packed experts, a step is still an eager one."""
+    """Where a bucket's rows multiply packed experts and packed output groups, a step is still an eager one."""
     monkeypatch.setattr(packing, "LARGE_WEIGHT", 1)
     model = tiny_model(experts=4) if dtype is torch.float32 else rounded_model(numerics=ps.Numerics.plain())
     rows = 8 * model.config.n_routed_experts // model.config.num_experts_per_tok
     step = ps.compile_step(model, ((rows, 160),), page_size=PAGE)
-    weights = step.weights[step.buckets[0]].layers[0].ffn.tree[0]
-    assert isinstance(weights.w13, PackedStack)
+    weights = step.weights[step.buckets[0]].layers[0]
+    assert isinstance(weights.ffn.tree[0].w13, PackedStack)
+    assert isinstance(weights.attn.tree[0].wo_a, PackedStack)
     eager, requests = filled(model, [5, 40, 127, 9, 33, 12, 126])
     _, a = ps.decode_step(model, eager, force=dict.fromkeys(requests, 3))
     _, b = step(model, eager, force=dict.fromkeys(requests, 3))
