@@ -287,6 +287,22 @@ def test_large_weights_that_meet_many_rows_are_packed_one_by_one(
     torch.testing.assert_close(b.logits, a.logits, **tolerance)
 
 
+def test_large_weights_are_packed_for_few_rows_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows run on packed weights on processors with bfloat16 arithmetic, and one row never does."""
+    for name, wanted in {"LARGE_WEIGHT": 1, "EMULATES_BF16": False, "_MANY": 1}.items():
+        monkeypatch.setattr(packing, name, wanted)
+    model = tiny_model(experts=2)
+    step = ps.compile_step(model, ((1, 160), (2, 160)), page_size=PAGE)
+    own, packed = (step.weights[bucket].layers[0] for bucket in step.buckets)
+    assert own.ffn.tree[0].w13 is model.params.layers[0].ffn.w13
+    assert isinstance(packed.ffn.tree[0].w13, PackedStack)
+    for lengths in ([127], [40, 127]):
+        eager, requests = filled(model, lengths)
+        _, a = ps.decode_step(model, eager, force=dict.fromkeys(requests, 3))
+        _, b = step(model, eager, force=dict.fromkeys(requests, 3))
+        torch.testing.assert_close(b.logits, a.logits, **TOLERANCE)
+
+
 def test_what_fits_no_bucket_runs_eagerly() -> None:
     """More rows, longer requests, several unfed tokens and stages that are looked at give what decode_step gives."""
     step = step_of()
