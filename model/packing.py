@@ -1,7 +1,7 @@
 """A model whose thin products read weights in the layout that they are fastest in, for compiled graphs.
 
 Weights that meet the same rows are packed as one, so that one product serves them all. Expert stacks stay as they are,
-their kernel gathers from them, unless their experts are large and meet many rows each. A host without bfloat16
+their kernel gathers from them, unless their experts are large and meet enough rows each. A host without bfloat16
 arithmetic packs float32 copies of bfloat16 weights, which are the same numbers.
 
 Source: none; model sheet 2 says which weights meet which rows.

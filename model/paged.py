@@ -40,7 +40,7 @@ _ENTRIES: Final = ("swa", "c4", "c128")
 """Buffers whose rows attention reads."""
 
 Rotations = Mapping[tuple[int, str], Tensor]
-"""(ratio, "tokens" or "entries") -> complex64[T or C,R/2]."""
+"""(ratio, "tokens" or "entries") -> complex64[T or C,R/2], or ``Turns`` in a graph."""
 
 
 def rotations(model: Model, frequencies: Mapping[int, Tensor], batch: ForwardBatch) -> Rotations:
@@ -81,7 +81,7 @@ def write_rows(layout: KVLayout, metadata: AttentionMetadata, layers: range) -> 
         slots["c128",] = _entry_loc(metadata, C128_RATIO)
         slots["c128_state",] = metadata.compressors[C128_RATIO].state_loc
     rows: dict[str, Tensor] = {}
-    for names, loc in slots.items():  # buffers of one group have as many slots in the same layers
+    for names, loc in slots.items():  # buffers of one group have as many slots, in the same layers one after the other
         own = [i for i in layers if names[0] in layout.buffers_of(i)]
         if own and loc.numel():
             n_slots, first = layout.n_slots(names[0]), layout.place(names[0], own[0])

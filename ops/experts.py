@@ -14,8 +14,8 @@ from typing import Any, Final, Protocol
 import attrs
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from .activations import silu
 from .linear import linear
 from .quantize import round_fp8
 
@@ -86,7 +86,7 @@ def gate_up(hidden: Tensor, limit: float | None, *, rounding: bool = False) -> T
     gate, up = (hidden if rounding else hidden.float()).chunk(2, dim=-1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (F.silu(gate.float()).to(gate.dtype) * up).float()
+    return (silu(gate.float()).to(gate.dtype) * up).float()
 
 
 def inner_rows(hidden: Tensor, weights: Tensor | None, limit: float | None, how: ExpertMath) -> Tensor:

@@ -9,15 +9,15 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from .activations import softplus
 from .selection import top_indices
 
 __all__ = ["route_hash", "route_scored"]
 
 
 def _scores(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    return F.softplus(logits.float()).to(dtype).float().sqrt().to(dtype)
+    return softplus(logits.float()).to(dtype).float().sqrt().to(dtype)
 
 
 def _weights(scores: Tensor, ids: Tensor, factor: float, epsilon: float) -> Tensor:

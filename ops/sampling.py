@@ -165,7 +165,7 @@ def pick_greedy(logits: Tensor) -> Tensor:
     Args:
         logits: f32[B,V].
     Returns:
-        i64[B]. Id 0 for a row of nothing but minus infinity; some id below V for a row with NaN.
+        i64[B]. Id 0 for a row of nothing but minus infinity; the id of a NaN for a row with one.
     Source: SGLang ``srt/layers/sampler.py``, all-greedy branch.
     """
     return logits.argmax(dim=-1)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .activations import sigmoid
+
 __all__ = [
     "enter_streams",
     "head_weights",
@@ -80,8 +82,8 @@ def mix_weights(
     mixed = F.linear(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
     pre, post, comb = mixed.split((n, n, n * n), dim=-1)
     base_pre, base_post, base_comb = base.split((n, n, n * n))
-    pre = (pre * scale[0] + base_pre).sigmoid() + eps
-    post = (post * scale[1] + base_post).sigmoid() * 2
+    pre = sigmoid(pre * scale[0] + base_pre) + eps
+    post = sigmoid(post * scale[1] + base_post) * 2
     comb = (comb * scale[2] + base_comb).unflatten(-1, (n, n))
     return pre, post, sinkhorn(comb, n_iters, eps)
 
@@ -157,4 +159,4 @@ def head_weights(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, ep
     """
     flat = streams.flatten(-2).float()
     mixed = F.linear(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
-    return (mixed * scale + base).sigmoid() + eps
+    return sigmoid(mixed * scale + base) + eps

@@ -78,7 +78,7 @@ def apply_rotary(x: Tensor, factors: Turns) -> Tensor:
 Weight = Tensor | packed.PackedWeight
 
 THIN_ROWS: Final = 4
-"""Rows up to which a sum that the compiler generates beats a library's product: it reads a weight once for all rows."""
+"""Rows up to which the compiler generates one sum over a plain weight for all; which are packed, the model decides."""
 
 _PIECE: Final = 4096
 """Channels of all rows that stay in a core's first cache while it goes through a weight."""

@@ -112,7 +112,7 @@ class CompiledStep:
     @property
     def n_bytes(self) -> int:
         """Bytes of the weights that were copied into another layout."""
-        own = {id(leaf) for leaf in pytree.tree_leaves(self.model.params)}
+        own = {id(leaf) for leaf in pytree.tree_leaves((self.model.params, self.traced.frequencies))}
         leaves = [leaf for one in self.weights.values() for leaf in one.leaves]
         copies = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in own}
         return sum(leaf.nbytes for leaf in copies.values())

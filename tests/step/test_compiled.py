@@ -296,6 +296,8 @@ def test_large_weights_are_packed_for_few_rows_where_that_is_faster(monkeypatch:
     own, packed = (step.weights[bucket].layers[0] for bucket in step.buckets)
     assert own.ffn.tree[0].w13 is model.params.layers[0].ffn.w13
     assert isinstance(packed.ffn.tree[0].w13, PackedStack)
+    assert step.n_bytes > 0
+    assert ps.compile_step(model, ((1, 160),), page_size=PAGE).n_bytes == 0
     for lengths in ([127], [40, 127]):
         eager, requests = filled(model, lengths)
         _, a = ps.decode_step(model, eager, force=dict.fromkeys(requests, 3))
